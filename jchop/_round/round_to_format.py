@@ -95,7 +95,7 @@ def round_to_format(
             there, and not reproducible. They depend on tiling, chip and version, and there is no `offset` for them.
         bits: the random integers R of a stochastic mode, in place of a key: integers of the shape of `x`, as from a
             shift register of your own. The lowest N bits of each are used, with N the spec's `random_bits`; without it
-            32, or 64 for float64.
+            32, or 64 for float64, and one less for variants B and C. ``"stochastic_equal"`` reads the highest of them.
 
     Returns:
         An array of the shape and dtype of `x`.
@@ -211,7 +211,8 @@ def _round_array(x: Array | np.ndarray, options: _RoundOptions, key: Key, offset
 
 def _round_with_bits(x: Any, options: _RoundOptions, key: Key, offset: Any, gradient_key: Key, bits: Any) -> Any:
     """Rounds by random integers in place of a key."""
-    array, bits, spec = as_array("x", x), jnp.asarray(bits), options.spec
+    array, spec = as_array("x", x), options.spec
+    bits = bits if isinstance(bits, Array) else np.asarray(bits)  # of 64 bits for every state of jax_enable_x64
     for wrong, why in (
         (not spec.rounding.stochastic, f"have no effect under rounding={spec.rounding.value!r}"),
         (key is not None, "take the place of key; pass one of them"),
@@ -228,8 +229,7 @@ def _round_with_bits(x: Any, options: _RoundOptions, key: Key, offset: Any, grad
         )
     carrier = carrier_of_dtype(array.dtype)
     _require_results_fit(spec, array, carrier)
-    equal = spec.rounding is Rounding.STOCHASTIC_EQUAL
-    count = 1 if equal else spec.random_bits or most_random_bits(spec, carrier)
+    count = spec.random_bits or most_random_bits(spec, carrier)
     gradient_key = rounding_keys(replace(spec, rounding=Rounding.UP, random_bits=None), None, gradient_key)[1]
 
     def round_array() -> Array:
