@@ -268,11 +268,11 @@ def rounding_key(key: Any, draws: bool, spec: Any, name: str = "key", values: st
     return key if draws else None
 
 
-def rounding_keys(spec: Spec, key: Any, gradient_key: Any = None) -> Keys:
-    """The keys that `spec` draws from, checked."""
+def rounding_keys(spec: Spec, key: Any, gradient_key: Any = None, has_bits: bool = False) -> Keys:
+    """The keys that `spec` draws from, checked; with `has_bits` the rounding itself has random bits of its own."""
     backward = spec.gradient.round
     keys = (
-        rounding_key(key, spec.rounding.stochastic, spec),
+        rounding_key(key, spec.rounding.stochastic and not has_bits, spec),
         rounding_key(
             gradient_key, backward is not None and backward.rounding.stochastic, spec, "gradient_key", " cotangents"
         ),

@@ -42,7 +42,6 @@ from jchop._round.arguments import (
 )
 from jchop._spec.spec import Gradient, Spec, SpecLike, as_spec
 from jchop.formats import ScaledFormat
-from jchop.formats.rounding import Rounding
 
 Array = jax.Array
 
@@ -121,13 +120,14 @@ def round_to_format(
         [1.0, 1.0, 1.125, 1.125]
     """
     options = _round_options(as_spec(spec, scaled=True), impl, generator, offset)
-    if bits is not None:
-        return _round_with_bits(x, options, key, offset, gradient_key, bits)
+    if bits is not None and not isinstance(bits, Array):
+        bits = np.asarray(bits)  # of 64 bits for every state of jax_enable_x64
     if isinstance(x, Array):
-        return _round_array(x, options, key, offset, gradient_key)
+        return _round_array(x, options, key, offset, gradient_key, bits)
     if is_dask(x):
+        check(bits is None, "bits are not for a dask array; pass a key")
         return _round_dask(x, options, key, offset, gradient_key)
-    return _round_numpy(x, options, key, offset, gradient_key)
+    return _round_numpy(x, options, key, offset, gradient_key, bits)
 
 
 def random_bits(key: Array, shape: Any, *, width: int = 32, offset: Any = 0) -> Array:
@@ -197,61 +197,36 @@ def _round_options(spec: Spec, impl: str, generator: str, offset: Any) -> _Round
 # -- by kind of input --------------------------------------------------------------------------------------------------
 
 
-def _round_array(x: Array | np.ndarray, options: _RoundOptions, key: Key, offset: Any, gradient_key: Key) -> Array:
+def _round_array(
+    x: Array | np.ndarray, options: _RoundOptions, key: Key, offset: Any, gradient_key: Key, bits: Any = None
+) -> Array:
     spec = options.spec
     carrier = carrier_of_dtype(x.dtype)
     _require_results_fit(spec, x, carrier)
     if spec.gradient.round is not None:
         _require_results_fit(spec.gradient.round, x, carrier)
-    keys = rounding_keys(spec, key, gradient_key)
+    if bits is not None:
+        _check_bits(x, options, key, offset, bits)
+    keys = rounding_keys(spec, key, gradient_key, has_bits=bits is not None)
     place, starts = stream_offset(offset, x.shape, 2 if x.dtype.kind == "c" else 1)
     with enable_x64_for(carrier.name):
-        return _round_with_keys(x, keys, starts, options=options, place=place)
+        if bits is None:
+            return _round_with_keys(x, keys, starts, options=options, place=place)
+        # The word of an element begins with its random integer.
+        word = jnp.asarray(bits).astype(f"uint{carrier.work_width}")
+        word = word << (carrier.work_width - (spec.random_bits or most_random_bits(spec, carrier)))
+        seeds = ((word,), None if keys[1] is None else seed_words(keys[1]))
+        return _compiled_round(replace(options, impl="xla"), place, jnp.asarray(x), seeds, starts)
 
 
-def _round_with_bits(x: Any, options: _RoundOptions, key: Key, offset: Any, gradient_key: Key, bits: Any) -> Any:
-    """Rounds by random integers in place of a key."""
-    array, spec = as_array("x", x), options.spec
-    bits = bits if isinstance(bits, Array) else np.asarray(bits)  # of 64 bits for every state of jax_enable_x64
-    for wrong, why in (
-        (not spec.rounding.stochastic, f"have no effect under rounding={spec.rounding.value!r}"),
-        (key is not None, "take the place of key; pass one of them"),
-        (options.hardware or not (type(offset) is int and offset == 0), "have no offset and no generator"),
-        (options.impl == "pallas", "are for impl='xla'"),
-        (spec.scaled is not None and spec.scaled.sparse is not None, f"are not for the sparse spec={str(spec)!r}"),
-        (array.dtype.kind == "c", f"are for real numbers; x has dtype {array.dtype}"),
-    ):
-        if wrong:
-            raise ValueError(f"bits {why}")
-    if bits.shape != array.shape or not jnp.issubdtype(bits.dtype, jnp.integer):
-        raise ValueError(
-            f"bits has shape {bits.shape} and dtype {bits.dtype}; it must be integers of shape {array.shape}"
-        )
-    carrier = carrier_of_dtype(array.dtype)
-    _require_results_fit(spec, array, carrier)
-    count = spec.random_bits or most_random_bits(spec, carrier)
-    gradient_key = rounding_keys(replace(spec, rounding=Rounding.UP, random_bits=None), None, gradient_key)[1]
-
-    def round_array() -> Array:
-        with enable_x64_for(carrier.name):
-            width = 64 if carrier.name == "float64" else 32
-            words = jnp.asarray(bits).astype(f"uint{width}") << (width - count)
-            seeds = ((words,), None if gradient_key is None else seed_words(gradient_key))
-            return _compiled_round(replace(options, impl="xla"), STREAM_START, jnp.asarray(array), seeds, ())
-
-    if isinstance(x, Array):
-        return round_array()
-    result = run_numpy(round_array, bits=bits, gradient_key=gradient_key)
-    return result if isinstance(x, np.ndarray) else result[()]
-
-
-def _round_numpy(x: Any, options: _RoundOptions, key: Key, offset: Any, gradient_key: Key) -> Any:
+def _round_numpy(x: Any, options: _RoundOptions, key: Key, offset: Any, gradient_key: Key, bits: Any = None) -> Any:
     array = as_array("x", x)
     result = run_numpy(
-        lambda: _round_array(array, options, key, offset, gradient_key),
+        lambda: _round_array(array, options, key, offset, gradient_key, bits),
         key=key,
         gradient_key=gradient_key,
         offset=offset,
+        bits=bits,
     )
     return result if isinstance(x, np.ndarray) else result[()]
 
@@ -357,6 +332,21 @@ def _from_real_view(parts: Array, dtype: Any) -> Array:
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def _check_bits(x: Array | np.ndarray, options: _RoundOptions, key: Key, offset: Any, bits: Any) -> None:
+    spec = options.spec
+    for wrong, why in (
+        (not spec.rounding.stochastic, f"have no effect under rounding={spec.rounding.value!r}"),
+        (key is not None, "take the place of key; pass one of them"),
+        (options.hardware or not (type(offset) is int and offset == 0), "have no offset and no generator"),
+        (options.impl == "pallas", "are for impl='xla'"),
+        (spec.scaled is not None and spec.scaled.sparse is not None, f"are not for the sparse spec={str(spec)!r}"),
+        (x.dtype.kind == "c", f"are for real numbers; x has dtype {x.dtype}"),
+    ):
+        check(not wrong, f"bits {why}")
+    is_integer = bits.shape == x.shape and jnp.issubdtype(bits.dtype, jnp.integer)
+    check(is_integer, f"bits has shape {bits.shape} and dtype {bits.dtype}; it must be integers of shape {x.shape}")
 
 
 def _require_results_fit(spec: Spec, x: Array | np.ndarray, carrier: Carrier) -> None:

@@ -92,6 +92,7 @@ def test_refused_when_the_graph_is_made() -> None:
         (TypeError, "not a carrier", lambda: jc.round_to_format(x.astype(np.int32), "e5m2")),
         (ValueError, "bfloat16", lambda: jc.round_to_format(x.astype(np.float16), "bfloat16")),
         (ValueError, "unknown size", lambda: jc.round_to_format(unknown, "e5m2:stochastic", KEY)),
+        (ValueError, "bits are not for a dask", lambda: jc.round_to_format(unknown, "e5m2:stochastic", bits=3)),
     ):
         with pytest.raises(error, match=said):
             call()

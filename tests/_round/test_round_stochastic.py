@@ -233,6 +233,11 @@ def test_bits_take_the_place_of_a_key(spec: str) -> None:
         ("e4m3:sr", {"bits": np.ones(4, np.float32)}, "and dtype float32; it must be integers of shape"),
         ("int4(group=4,sparse=2:4):sr", {}, "bits are not for the sparse spec"),
         ("e4m3:sr", {"x": np.ones(4, np.complex64)}, "bits are for real numbers"),
+        (
+            "e4m3:sr:gradient=bfloat16",
+            {"x": np.ones(4, np.float16)},
+            "x has dtype float16, which cannot hold every result of spec='bfloat16'",
+        ),
     ],
 )
 def test_bits_are_refused(spec: str, arguments: dict, message: str) -> None:

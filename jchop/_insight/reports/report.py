@@ -1,4 +1,4 @@
-"""`emulate.report`: the roundings of a program, their places and counts, and their effect on the values."""
+"""`EmulatedFunction.report`: the roundings of a program, their places and counts, and their effect on the values."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class ReportRow(PlacedRow):
 
 @dataclass(frozen=True)
 class Report(RowReport):
-    """The result of `emulate.report`; its ``str`` is a table, with the notes below.
+    """The result of `EmulatedFunction.report`; its ``str`` is a table, with the notes below.
 
     Args:
         rows: the rows, in program order.
