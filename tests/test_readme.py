@@ -23,7 +23,10 @@ further = Further()
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
     str(page.relative_to(ROOT))
-    for page in [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("docs/tasks/*.md")]
+    for page in [
+        ROOT / "README.md",
+        *(page for folder in ("docs", "docs/tasks", "docs/measurements") for page in (ROOT / folder).glob("*.md")),
+    ]
     if "```python\n" in page.read_text(encoding="utf-8")
 )
 #: Pages whose code needs a package that is no part of the test environment.
@@ -139,7 +142,7 @@ def commands_for_a_fresh_machine_are_marked() -> None:
         assert found[1].endswith(last), found[1]
 
 
-@each("folder", [".", "docs", "docs/tasks", "examples/llama"])
+@each("folder", [".", "docs", "docs/tasks", "docs/measurements", "examples/llama"])
 def test_links_have_a_text_and_a_file(folder: str) -> None:
     """Pages are read as plain Markdown, too: nothing is there that only Sphinx makes."""
     for page in (ROOT / folder).glob("*.md"):
