@@ -89,9 +89,9 @@ def python_blocks_run_and_show_what_they_give(page: str, tmp_path: Path, monkeyp
 
 
 def console_lines() -> list[tuple[str, str]]:
-    """(command, shown output) of every `$ jchop` line in README.md."""
+    """(command, shown output) of every `$ jchop` line on the page of the command line."""
     result = []
-    for _, block in blocks("README.md", "console"):
+    for _, block in blocks("docs/command_line.md", "console"):
         for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
             command, _, shown = part.partition("\n")
             result.append((command, shown.strip("\n")))
@@ -102,7 +102,7 @@ def test_the_main_pages_show_code() -> None:
     assert {"README.md", "docs/index.md", "docs/formats.md", "docs/numerics.md"} <= set(PAGES)
 
 
-def test_readme_shows_the_command_line() -> None:
+def test_a_page_shows_the_command_line() -> None:
     verbs = {command.split()[1] for command, _ in console_lines()}
     assert verbs >= {"formats", "info", "round", "study"}
 
