@@ -121,6 +121,7 @@ def test_a_bias_takes_up_the_mean_error_of_all_rows(biased: bool) -> None:
     lost = np.concatenate([np.asarray(exact(x) - low(x), np.float64) for x in batches]).mean(0)
     assert np.abs(lost).min() > 1e-3
     corrected = jc.nn.quantize(exact, rule, "ptq", batches=batches, steps=jc.ptq.correct_biases())
+    assert corrected.bias is not None
     before = np.asarray(exact.bias[...]) if biased else 0.0
     np.testing.assert_allclose(corrected.bias[...], before + lost, rtol=1e-5)
     assert (exact.bias is not None) == biased
