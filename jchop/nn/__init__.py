@@ -61,6 +61,7 @@ __getattr__, __dir__ = on_demand(
             name: f"jchop.{name}"
             for name in ("Rule", "LSQ", "DelayedScaling", "MovingAverage", "KVCache", "dot_product_attention")
         },
+        "linen": "jchop.nn.quantize(module, rules)",
         "quantize_with_data": "jchop.nn.quantize(model, rules, 'ptq', batches=batches)",
         "correct_biases": "jchop.nn.quantize(model, rules, 'ptq', batches=batches, steps=[jchop.ptq.correct_biases()])",
     },

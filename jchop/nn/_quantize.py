@@ -43,32 +43,16 @@ T = TypeVar("T")
 def quantize(model: linen.Module, rules: RuleLike) -> Quantized: ...
 @overload
 def quantize(
-    model: T,
-    rules: RuleLike,
-    mode: LayerMode = ...,
-    *,
-    inputs: ExampleInputs | None = ...,
-    call: ModelCall | None = ...,
-    batches: Iterable[Any] | None = ...,
-    steps: Any = ...,
-    rngs: nnx.Rngs | None = ...,
-    key: jax.Array | None = ...,
-    return_report: Literal[False] = ...,
-) -> T: ...
+    model: T, rules: RuleLike, mode: LayerMode = ..., *, inputs: ExampleInputs | None = ...,
+    call: ModelCall | None = ..., batches: Iterable[Any] | None = ..., steps: Any = ..., rngs: nnx.Rngs | None = ...,
+    key: jax.Array | None = ..., return_report: Literal[False] = ...,
+) -> T: ...  # fmt: skip
 @overload
 def quantize(
-    model: T,
-    rules: RuleLike,
-    mode: LayerMode,
-    *,
-    inputs: ExampleInputs | None = ...,
-    call: ModelCall | None = ...,
-    batches: Iterable[Any],
-    steps: Any = ...,
-    rngs: nnx.Rngs | None = ...,
-    key: jax.Array | None = ...,
+    model: T, rules: RuleLike, mode: LayerMode, *, inputs: ExampleInputs | None = ..., call: ModelCall | None = ...,
+    batches: Iterable[Any], steps: Any = ..., rngs: nnx.Rngs | None = ..., key: jax.Array | None = ...,
     return_report: Literal[True],
-) -> tuple[T, Any]: ...
+) -> tuple[T, Any]: ...  # fmt: skip
 def quantize(
     model: Any,
     rules: RuleLike,

@@ -122,6 +122,6 @@ def test_a_bias_takes_up_the_mean_error_of_all_rows(biased: bool) -> None:
     assert np.abs(lost).min() > 1e-3
     corrected = jc.nn.quantize(exact, rule, "ptq", batches=batches, steps=jc.ptq.correct_biases())
     assert corrected.bias is not None
-    before = np.asarray(exact.bias[...]) if biased else 0.0
+    before = 0.0 if exact.bias is None else np.asarray(exact.bias[...])
     np.testing.assert_allclose(corrected.bias[...], before + lost, rtol=1e-5)
     assert (exact.bias is not None) == biased

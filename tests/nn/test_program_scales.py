@@ -143,7 +143,7 @@ def a_program_is_calibrated() -> None:
     found = static.quantization_scales.stats["query_activation_range"][...]
     np.testing.assert_allclose(found, [-most, most], rtol=1e-6)
     np.testing.assert_array_equal(static(100 * jnp.sign(X)), static(200 * jnp.sign(X)))
-    with pytest.raises(ValueError, match="inputs=None: pass inputs=.* keeps scales"):
+    with pytest.raises(ValueError, match=r"inputs=None: pass inputs=.* keeps scales"):
         jc.nn.quantize(Heads(), rule(jc.LSQ()))
 
 
