@@ -43,7 +43,7 @@ def plain() -> Any:
 
 @pytest.fixture(scope="module")
 def low() -> Any:
-    return jc.nn.linen.quantize(Net(), [Rule("norm"), Rule(weight=DOUBLE)])
+    return jc.nn.quantize(Net(), [Rule("norm"), Rule(weight=DOUBLE)])
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +77,10 @@ def the_sum_is_that_of_the_definition(plain: Any) -> None:
 
 def test_merged_layers_leave_no_rule_for_the_norms_alone(plain: Any) -> None:
     """The rule was for all layers, and left the norm; when its other layers are merged, it still does."""
-    low = jc.nn.linen.quantize(Net(), Rule(weight="int4(group=32)", activation="e4m3", output="e4m3"))
+    low = jc.nn.quantize(Net(), Rule(weight="int4(group=32)", activation="e4m3", output="e4m3"))
     adapted, variables = add_lora(low, low.pack(plain, X), LoraRule("{up,down}", rank=2), X, key=KEY)
     module, _ = merge_lora(adapted, variables, X)
-    assert isinstance(module, jc.nn.linen.Quantized)
+    assert type(module) is type(low)
     assert [str(rule) for rule in module.rules][1:] == ["Rule('*', output=float8_e4m3)"]
 
 
@@ -169,7 +169,7 @@ def the_projections_of_attention(weight: str | None, tmp_path: Path) -> None:
     net: Any = nn.MultiHeadDotProductAttention(4, qkv_features=64)
     x = np.random.default_rng(1).standard_normal((2, 5, 32)).astype(np.float32)
     plain: Any = drawn(jax.eval_shape(net.init, KEY, x))
-    low = net if weight is None else jc.nn.linen.quantize(net, Rule("{query,out}", weight=weight))
+    low = net if weight is None else jc.nn.quantize(net, Rule("{query,out}", weight=weight))
     base = plain if weight is None else low.pack(plain, x)
     adapted, variables = add_lora(low, base, LoraRule("{query,out}", rank=3, alpha=6), x, key=KEY)
     np.testing.assert_array_equal(adapted.apply(variables, x), low.apply(base, x))
@@ -242,7 +242,7 @@ def rules_that_say_nothing_of_merged_layers_are_dropped() -> None:
     """The rule matches the attention itself, too, which has no weight of its own."""
     net: Any = nn.MultiHeadDotProductAttention(4)
     x = np.random.default_rng(1).standard_normal((2, 5, 16)).astype(np.float32)
-    low = jc.nn.linen.quantize(net, Rule(weight="int8(channel=-1)"))
+    low = jc.nn.quantize(net, Rule(weight="int8(channel=-1)"))
     packed = jax.jit(low.pack)(drawn(jax.eval_shape(net.init, KEY, x)), x)
     adapted, variables = add_lora(low, packed, LoraRule("*", rank=2), x, key=KEY)
     variables = noised(variables)

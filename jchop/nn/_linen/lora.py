@@ -118,7 +118,7 @@ def add_lora(
         >>> import jax, jax.numpy as jnp, jchop as jc
         >>> from flax import linen
         >>> x = jnp.ones((3, 64))
-        >>> dense = jc.nn.linen.quantize(linen.Dense(8), jc.Rule(weight="nf4"))
+        >>> dense = jc.nn.quantize(linen.Dense(8), jc.Rule(weight="nf4"))
         >>> packed = dense.pack(dense.init(jax.random.key(0), x), x)
         >>> rule = jc.nn.LoraRule("*", rank=4, alpha=8)
         >>> adapted, variables = jc.nn.linen.add_lora(dense, packed, rule, x, key=jax.random.key(1))
@@ -261,7 +261,7 @@ def load_lora(folder: str | os.PathLike[str], module: nn.Module | Quantized, var
         >>> import jchop as jc
         >>> jc.nn.linen.load_lora("no folder", None, {})
         Traceback (most recent call last):
-        TypeError: module=None must be a module of Flax Linen, or a result of jchop.nn.linen.quantize
+        TypeError: module=None must be a module of Flax Linen, or a result of jchop.nn.quantize
     """
     _as_quantized(module)
     leaves = {name: nn.meta.unbox(leaf) for name, leaf in flat_params(dict(variables)["params"]).items()}
@@ -285,7 +285,7 @@ def _as_quantized(module: Any) -> Quantized:
     """A module under its rules; a plain one under none."""
     if isinstance(module, Quantized):
         return module
-    words = "a module of Flax Linen, or a result of jchop.nn.linen.quantize"
+    words = "a module of Flax Linen, or a result of jchop.nn.quantize"
     return Quantized(check_instance("module", module, nn.Module, words), ())
 
 
