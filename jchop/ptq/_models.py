@@ -69,7 +69,7 @@ def quantize_with_data(
         model: a module of Flax NNX, whose parameters under rules are not rounded yet.
         rules: a `Rule`, or several, as of `jchop.quantize_fn`.
         batches: arguments of the model's call: tuples, or the only argument.
-        steps: as of `jchop.ptq.quantize`, such as ``[jc.ptq.gptq()]``, the default.
+        steps: as of `jchop.ptq.quantize`, such as ``[jc.ptq.clip(), jc.ptq.gptq()]``, the default.
         sequential: as of `jchop.ptq.quantize`.
         rngs: `flax.nnx.Rngs`, required if a rule is stochastic.
         progress: called with the number of batches that were run.

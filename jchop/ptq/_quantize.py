@@ -20,17 +20,17 @@ from jchop._quantized.products.operand_layout import check_finite
 from jchop._quantized.products.rule import RuleLike
 from jchop._quantized.program.call import is_packed_param, unpack_param
 from jchop._quantized.program.param_uses import ParamUse
-from jchop._quantized.program.weight_layout import WeightLayout
+from jchop._quantized.program.weight_layout import StoredAs, WeightLayout
 from jchop._quantized.quantize_fn import QuantizedFunction, quantize_fn
 from jchop._round.arguments import check_key, has_tracer
 from jchop.ptq._biases import BiasSite, bias_means, find_biases, mean_errors
 from jchop.ptq._data import passes
 from jchop.ptq._data.collect import InputSums, input_means, pair_value
 from jchop.ptq._data.sites import Stage, WeightSites, rounded_sites
-from jchop.ptq._equalize.mapping import MappingRecord, map_parameters
+from jchop.ptq._equalize.mapping import InputFactors, MappingRecord, map_parameters
 from jchop.ptq._records import Journal, PtqReport, StageRecord, WeightRow, run_facts
-from jchop.ptq._steps.round import RoundingOutcome, pruning_of, round_parameter
-from jchop.ptq._steps.steps import CalibrationStep, CalibrationSteps, HalfQuadratic, Sweep, as_steps, gptq
+from jchop.ptq._steps.round import RoundingOutcome, pruning_of, qarray_of, round_parameter
+from jchop.ptq._steps.steps import CalibrationStep, CalibrationSteps, HalfQuadratic, Sweep, as_steps, clip, gptq
 from jchop.storage._quantize import check_float_zero_points
 
 Array = jax.Array
@@ -62,7 +62,8 @@ def quantize(
         batches: arguments after the parameters: tuples, or the only argument.
         steps: one, or a list of them in this order: the mappings `smooth`, `awq` and `rotate`, each of which runs the
             data once; `correct_error`; `sparse`; `clip` or `hqq`; `gptq` or `sign_round`; `correct_biases`. None of
-            them, ``[]``: every element is rounded by itself, and the report shows the errors. Default: ``[gptq()]``.
+            them, ``[]``: every element is rounded by itself, and the report shows the errors. Default:
+            ``[clip(), gptq()]``.
         sequential: False: the inputs are those of the model in full precision, in one pass over the data. True: weights
             are rounded one after the other, in the order of the program, by inputs of the model as it is rounded so
             far, activations too; the data are run once for each stage (weights that share an input, and each turn of a
@@ -122,13 +123,15 @@ def calibrate_params(
     """
     if has_tracer(jnp.zeros(())):  # also where params and batches are arrays
         raise ValueError("rounding with data cannot be part of a traced function, as under jax.jit or nnx.eval_shape")
-    plan = as_steps([gptq()] if steps is None else steps)
+    plan = as_steps([clip(), gptq()] if steps is None else steps)
     if plan.correction is not None and sequential is False:
         raise ValueError("sequential=False, but correct_error needs the errors of the layers before; leave it out")
     if stateful_rule := next((rule for rule in low.rules if rule.scale_from is not None), None):
         raise NotImplementedError(f"{stateful_rule} keeps scales: round with data under rules without scale_from")
     in_order = bool(sequential) or plan.correction is not None
     check_instance("resume", resume, str | os.PathLike | None, "the path of a folder, or None")
+    if in_order and any(step.online for step in plan.mappings):
+        raise ValueError("steps: online=True needs sequential=False, and no correct_error")
     memory_limit = passes.memory_bytes(memory)
     passes.check_batches(
         batches, repeated=in_order or bool(plan.mappings) or resume is not None or memory_limit is not None
@@ -246,7 +249,12 @@ class _CalibrationJob:
         """The packed parameters and the report."""
         leaves = list(self.leaves)
         for leaf in self.weight_sites:
-            leaves[self.call.places[leaf]] = self.low_leaves[leaf]
+            packed_weight, factors = self.low_leaves[leaf], self.mapping_record.online.get(leaf)
+            if factors is not None:
+                core = packed_weight.shape[self.weight_sites[leaf].stack :]
+                stored, ndim = qarray_of(packed_weight), len(self.program.placements[leaf][0].shape)
+                packed_weight = StoredAs(stored, core, ndim, factors)
+            leaves[self.call.places[leaf]] = packed_weight
         for leaf, bias in self.biases.items():
             leaves[self.call.places[leaf]] = self._pack_bias(leaf, bias)
         self._add_other_rows()
@@ -317,11 +325,13 @@ class _CalibrationJob:
         weight, path = jnp.asarray(self.call.values[leaf])[turn], self._path(leaf, turn)
         check_finite(weight, f"params: {path!r}")
         with enable_x64_for(weight.dtype):
-            if placement.rotation is not None:  # the statistics are of inputs that are not rotated
-                rotate_gram, rotate_x = placement.rotation.gram, placement.rotation.inputs
-                weight, gram, mean = placement.rotate(weight), rotate_gram(gram), rotate_x(mean)
-                cross, shift = None if cross is None else rotate_gram(cross), None if shift is None else rotate_x(shift)
             options: Any = {"layout": self.weight_sites[leaf].layout, "steps": self._steps_of(leaf)}
+            factors = self.mapping_record.online.get(leaf)
+            change = placement.rotation if factors is None else InputFactors(factors[turn], options["layout"])
+            if change is not None:  # the statistics are of inputs that are not rotated or multiplied
+                weight, gram, mean = change.parameter(weight), change.gram(gram), change.inputs(mean)
+                cross = None if cross is None else change.gram(cross)
+                shift = None if shift is None else change.inputs(shift)
             rounding_key = self._rounding_key(placement, leaf, *turn)
             outcome = round_parameter(weight, gram, cross, rounding_key, placement=placement, **options)
         if bool(outcome.no_factor.any()):
@@ -392,7 +402,9 @@ class _CalibrationJob:
         row = WeightRow(self._path(leaf, turn), shape, "", method="", note=note)
         if leaf in self.program.placements:
             array = self.leaves[self.call.places[leaf]]
-            bits = 8 * array.nbytes / max(1, math.prod(array.shape))
+            factors = self.mapping_record.online.get(leaf)
+            nbytes = array.nbytes + (0 if factors is None else factors.nbytes)
+            bits = 8 * nbytes / max(1, math.prod(array.shape))
             row = replace(row, spec=str(array.spec), bits=bits, method="nearest")
         if outcome is None:
             return row
