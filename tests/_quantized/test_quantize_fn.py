@@ -364,7 +364,7 @@ def test_a_constant_that_is_rounded_has_a_note() -> None:
             h = x @ basis
         return basis.T @ (h @ p).T
 
-    rule, (p, x) = jc.Rule(weight="int8(group=all)", activation="int8(group=all)"), (normal(16, 8), X[:, :16])
+    rule, (p, x) = jc.Rule(weight="int8(group=all)", activation="int8(group=all)"), (normal(16, 16), X[:, :16])
     first, weight, last = (row.note for row in jc.quantize_fn(net, rule).report(p, x).products)
     assert first.startswith("dot_general at test_quantize_fn.py:") and "constant (16×16) is rounded to int8" in first
     assert first.endswith("Rule('dct') first leaves it") and weight == ""

@@ -207,11 +207,9 @@ def _constant_note(step: ProductStep, roundings: ProductRoundings) -> str:
     if side is None or step.param_uses or spec is None:
         return ""
     scope, shape = step.scope, "×".join(map(str, step.eqn.invars[side].aval.shape))
-    remedy = (
-        f"Rule({path_pattern(scope)!r}) first" if scope else "Rule('basis') first, within jax.named_scope('basis'),"
-    )
+    name, within = (path_pattern(scope), "") if scope else ("basis", ", within jax.named_scope('basis'),")
     where = f"{step.name} at {os.path.basename(step.source)}"
-    return f"{where}: a constant ({shape}) is rounded to {spec}; {remedy} leaves it"
+    return f"{where}: a constant ({shape}) is rounded to {spec}; Rule({name!r}) first{within} leaves it"
 
 
 def _operand_types(step: ProductStep, rule: Rule, platform: str) -> str:

@@ -389,8 +389,10 @@ class _MappingJob:
         site, leaf, stack = place.site, place.site.leaf, self.program.shapes[place.site.leaf][: place.site.stack]
         fit, name = self.program.adaptable.get(leaf), self.step.name
         batch, size, kept = site.layout.matrices
-        channels = np.broadcast_to(np.arange(size)[None, :, None], (batch, size, kept))
-        channels = site.layout.back(channels)  # those of each element of the weight, then without the axes of outputs
+        matrices: Any = np.broadcast_to(np.arange(size)[None, :, None], (batch, size, kept))
+        channels: Any = site.layout.back(
+            matrices
+        )  # those of each element of the weight, then without the axes of outputs
         for axis in range(channels.ndim):
             if (channels == (first := channels.take([0], axis))).all():
                 channels = first
