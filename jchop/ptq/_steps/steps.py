@@ -374,7 +374,8 @@ def clip(points: int = 20, *, least: float = 0.5) -> Clip:
 
     A smaller scale serves most numbers of a group better, and the largest ones worse. The best share has the least
     error of the product on the data, tr(E^T H E) for the errors E of a group that is rounded to nearest by itself, with
-    its rows and columns of H. The rule of the format makes the scales, from clipped numbers; the numbers that are
+    its rows and columns of H. Before `gptq` it is what is left once later columns have taken the errors up, and a share
+    must save three tenths of it. The rule of the format makes the scales, from clipped numbers; the numbers that are
     rounded under them, by a step after this one or to nearest, are not clipped before. So any format may have it, and a
     format whose scales are powers of two changes only if a range passes one of them.
 
