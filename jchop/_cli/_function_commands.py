@@ -491,8 +491,9 @@ PTQ = cli.Command(
                      type=Path),
         cli.argument("--rule", help="parts of paths, as 'blocks' or '!norm', with a format or spec; may be repeated"),
         cli.argument("--activation", "SPEC", "the rounding of inputs of the rules' products"),
-        cli.argument("--method", "STEPS", default="gptq",
-                 help=f"{NEAREST_METHOD}, or steps in order: {', '.join(PTQ_STEPS)}, with arguments; default gptq"),
+        cli.argument("--method", "STEPS", default="clip, gptq",
+                 help=f"{NEAREST_METHOD}, or steps in order: {', '.join(PTQ_STEPS)}, with arguments; "
+                 "default clip, gptq"),
         cli.argument("--batch", "N", "samples that are run at once; default 32", type=int, default=32),
         cli.argument("--seed"),
         cli.argument("--out", "OUT.safetensors", type=Path, required=True),

@@ -29,6 +29,7 @@ from jchop._quantized.program.call import (
     is_packed_param,
     unpack_param,
 )
+from jchop._quantized.program.provenance import MatrixLayout
 from jchop._quantized.program.quantized_program import QuantizedProgram, plan_quantized_program
 from jchop._quantized.program.report import ProgramReport
 from jchop._quantized.program.runner import ScaleStateRunner
@@ -41,6 +42,7 @@ from jchop._quantized.program.scale_slots import (
     stack_entries,
 )
 from jchop._quantized.program.weight_layout import (
+    StoredAs,
     WeightScaleState,
     first_weight_entry,
     weight_scale_entry,
@@ -495,7 +497,10 @@ class QuantizedFunction:
         if i not in program.placements and adapter is None:
             return unpack_param(value) if packed else value
         lazy = program.lazy_params.get(i) or LazyParam(None, None, i)
-        return replace(lazy, value=value if packed else jnp.asarray(value), scale_state=entry, adapter=adapter)
+        has_factors = isinstance(value, StoredAs) and value.input_factors is not None
+        fit = has_factors and i in program.placements and isinstance(program.adaptable.get(i), MatrixLayout)
+        value = value if packed else jnp.asarray(value)
+        return replace(lazy, value=value, scale_state=entry, adapter=adapter, factors_fit=fit)
 
     def _valid_program(self, call: CallArguments) -> QuantizedProgram:
         """The planned program. Which weights have no codes, a run finds, and no plan: so it is run for shapes alone."""

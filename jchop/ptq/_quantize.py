@@ -19,17 +19,17 @@ from jchop._common.text import decibels
 from jchop._quantized.products.operand_layout import check_finite
 from jchop._quantized.program.call import is_packed_param, unpack_param
 from jchop._quantized.program.param_uses import ParamUse
-from jchop._quantized.program.weight_layout import WeightLayout
+from jchop._quantized.program.weight_layout import StoredAs, WeightLayout
 from jchop._quantized.quantize_fn import QuantizedFunction
 from jchop._round.arguments import check_key, has_tracer
 from jchop.ptq._biases import BiasSite, bias_means, find_biases, mean_errors
 from jchop.ptq._data import passes
 from jchop.ptq._data.collect import InputSums, input_means, pair_value
 from jchop.ptq._data.sites import Stage, WeightSites, rounded_sites
-from jchop.ptq._equalize.mapping import MappingRecord, map_parameters
+from jchop.ptq._equalize.mapping import InputFactors, MappingRecord, map_parameters
 from jchop.ptq._records import Journal, PtqReport, StageRecord, WeightRow, run_facts
-from jchop.ptq._steps.round import RoundingOutcome, pruning_of, round_parameter
-from jchop.ptq._steps.steps import CalibrationSteps, HalfQuadratic, Sweep, as_steps, gptq
+from jchop.ptq._steps.round import RoundingOutcome, pruning_of, qarray_of, round_parameter
+from jchop.ptq._steps.steps import CalibrationSteps, HalfQuadratic, Sweep, as_steps, clip, gptq
 from jchop.storage._quantize import check_float_zero_points
 
 Array = jax.Array
@@ -52,11 +52,15 @@ def pack_with_data(
     """
     if has_tracer(jnp.zeros(())):  # also where params and batches are arrays
         raise ValueError("rounding with data cannot be part of a traced function, as under jax.jit or nnx.eval_shape")
-    plan = as_steps([gptq()] if steps is None else steps)
+    plan = as_steps([clip(), gptq()] if steps is None else steps)
     if stateful_rule := next((rule for rule in low.rules if rule.scale_from is not None), None):
         raise NotImplementedError(f"{stateful_rule} keeps scales: round with data under rules without scale_from")
     in_order = plan.in_order is not None or plan.correction is not None
     check_instance("resume", resume, str | os.PathLike | None, "the path of a folder, or None")
+    if in_order and any(step.online for step in plan.mappings):
+        raise ValueError(
+            "steps: online=True cannot stand beside sequential() or correct_error(): leave one of them out"
+        )
     memory_limit = passes.memory_bytes(memory)
     passes.check_batches(
         batches, repeated=in_order or bool(plan.mappings) or resume is not None or memory_limit is not None
@@ -174,7 +178,12 @@ class _CalibrationJob:
         """The packed parameters and the report."""
         leaves = list(self.leaves)
         for leaf in self.weight_sites:
-            leaves[self.call.places[leaf]] = self.low_leaves[leaf]
+            packed_weight, factors = self.low_leaves[leaf], self.mapping_record.online.get(leaf)
+            if factors is not None:
+                core = packed_weight.shape[self.weight_sites[leaf].stack :]
+                stored, ndim = qarray_of(packed_weight), len(self.program.placements[leaf][0].shape)
+                packed_weight = StoredAs(stored, core, ndim, factors)
+            leaves[self.call.places[leaf]] = packed_weight
         for leaf, bias in self.biases.items():
             leaves[self.call.places[leaf]] = self._pack_bias(leaf, bias)
         self._add_other_rows()
@@ -245,11 +254,13 @@ class _CalibrationJob:
         weight, path = jnp.asarray(self.call.values[leaf])[turn], self._path(leaf, turn)
         check_finite(weight, f"params: {path!r}")
         with enable_x64_for(weight.dtype):
-            if placement.rotation is not None:  # the statistics are of inputs that are not rotated
-                rotate_gram, rotate_x = placement.rotation.gram, placement.rotation.inputs
-                weight, gram, mean = placement.rotate(weight), rotate_gram(gram), rotate_x(mean)
-                cross, shift = None if cross is None else rotate_gram(cross), None if shift is None else rotate_x(shift)
             options: Any = {"layout": self.weight_sites[leaf].layout, "steps": self._steps_of(leaf)}
+            factors = self.mapping_record.online.get(leaf)
+            change = placement.rotation if factors is None else InputFactors(factors[turn], options["layout"])
+            if change is not None:  # the statistics are of inputs that are not rotated or multiplied
+                weight, gram, mean = change.parameter(weight), change.gram(gram), change.inputs(mean)
+                cross = None if cross is None else change.gram(cross)
+                shift = None if shift is None else change.inputs(shift)
             rounding_key = self._rounding_key(placement, leaf, *turn)
             outcome = round_parameter(weight, gram, cross, rounding_key, placement=placement, **options)
         if bool(outcome.no_factor.any()):
@@ -320,7 +331,9 @@ class _CalibrationJob:
         row = WeightRow(self._path(leaf, turn), shape, "", method="", note=note)
         if leaf in self.program.placements:
             array = self.leaves[self.call.places[leaf]]
-            bits = 8 * array.nbytes / max(1, math.prod(array.shape))
+            factors = self.mapping_record.online.get(leaf)
+            nbytes = array.nbytes + (0 if factors is None else factors.nbytes)
+            bits = 8 * nbytes / max(1, math.prod(array.shape))
             row = replace(row, spec=str(array.spec), bits=bits, method="nearest")
         if outcome is None:
             return row

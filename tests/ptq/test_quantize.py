@@ -384,7 +384,7 @@ def test_all_that_is_left_out_is_in_the_report() -> None:
         "computed": "its numbers are computed with before the product",
         "without": "no rule rounds it",
     }
-    assert rows["w"].rows == 40 and rows["w"].method == "gptq" and rows["table"].method == "nearest"
+    assert rows["w"].rows == 40 and rows["w"].method == "clip, gptq" and rows["table"].method == "nearest"
     assert rows["never"].dead == 8
     text = str(report)
     assert all(note in text for note in notes.values())

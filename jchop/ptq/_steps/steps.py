@@ -21,7 +21,7 @@ class CalibrationStep:
     positional: ClassVar[int] = 1
 
     def __str__(self) -> str:
-        values = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "whole_start"]
+        values = [(f.name, v) for f in fields(self) if (v := getattr(self, f.name)) is not f.default]
         texts = [f"{value:g}" if isinstance(value, float) else repr(value) for _, value in values]
         named = [text if i < self.positional else f"{values[i][0]}={text}" for i, text in enumerate(texts)]
         return f"{self.name}({', '.join(named)})"
@@ -31,6 +31,8 @@ class MappingStep(CalibrationStep):
     """A step that changes parameters before they are rounded, and leaves the function what it is."""
 
     field = "mappings"
+    #: Whether factors that no parameter can take are multiplied when the function runs.
+    online = False
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Smooth(MappingStep):
 
     name = "smooth"
     alpha: float
+    online: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Awq(MappingStep):
     name = "awq"
     points: int
     duo: bool
+    online: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ class HalfQuadratic(CalibrationStep):
     norm: float
     weight: float
     growth: float
-    whole_start: bool
+    whole_start: bool = False
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,7 @@ class CalibrationSteps:
         return ", ".join(step.name for step in steps if step is not None) or "nearest"
 
 
-def smooth(alpha: float = 0.5) -> Smooth:
+def smooth(alpha: float = 0.5, *, online: bool = False) -> Smooth:
     """SmoothQuant: large channels of the inputs of products are made smaller, and their weights larger.
 
     Channel j of the input of a weight is divided by s_j = max|x_j|^alpha / max|w_j|^(1 - alpha), and the weight is
@@ -169,9 +173,13 @@ def smooth(alpha: float = 0.5) -> Smooth:
 
     Args:
         alpha: how much of the difficulty goes from inputs to weights, from 0 to 1. Default 0.5.
+        online: whether an input whose factors cannot be folded is multiplied by them when the function runs: that of a
+            first layer, or after a norm without a scale. They are stored with the packed weight, which has its own,
+            and apply to products of matrices that take the whole weight, without an axis of a batch. Weights must not
+            be rounded one after the other (`sequential`, `correct_error`). Default False.
 
     Raises:
-        TypeError, ValueError: for another alpha.
+        TypeError, ValueError: for other arguments.
 
     Source: Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models",
     arXiv 2211.10438, 2022.
@@ -181,10 +189,10 @@ def smooth(alpha: float = 0.5) -> Smooth:
         >>> str(jc.ptq.smooth(0.8))
         'smooth(0.8)'
     """
-    return Smooth(check_float("alpha", alpha, 0, 1))
+    return Smooth(check_float("alpha", alpha, 0, 1), check_bool("online", online))
 
 
-def awq(points: int = 20, *, duo: bool = True) -> Awq:
+def awq(points: int = 20, *, duo: bool = True, online: bool = False) -> Awq:
     """AWQ: channels with large inputs get more of the levels of a weight, as much as makes the errors of outputs least.
 
     For r = 0, 1/n, ..., 1 - 1/n the factors s = mean|x|^r are tried, and factors of 1: the weight times s is rounded to
@@ -197,6 +205,7 @@ def awq(points: int = 20, *, duo: bool = True) -> Awq:
         points: n, at least 1. Default 20.
         duo: whether the factors are mean|x|^r / (mean|w|^(1 - r) + 1e-4), with each w in units of the largest of its
             group. Default True.
+        online: as of `smooth`. Default False.
 
     Raises:
         TypeError, ValueError: for other arguments.
@@ -209,7 +218,7 @@ def awq(points: int = 20, *, duo: bool = True) -> Awq:
         >>> str(jc.ptq.awq(duo=False))
         'awq(20, duo=False)'
     """
-    return Awq(check_int("points", points, 1), check_bool("duo", duo))
+    return Awq(check_int("points", points, 1), check_bool("duo", duo), check_bool("online", online))
 
 
 def rotate(seed: int | None = 0) -> Rotate:
@@ -388,7 +397,8 @@ def clip(points: int = 20, *, least: float = 0.5) -> Clip:
 
     A smaller scale serves most numbers of a group better, and the largest ones worse. The best share has the least
     error of the product on the data, tr(E^T H E) for the errors E of a group that is rounded to nearest by itself, with
-    its rows and columns of H. The rule of the format makes the scales, from clipped numbers; the numbers that are
+    its rows and columns of H. Before `gptq` it is what is left once later columns have taken the errors up, and a share
+    must save three tenths of it. The rule of the format makes the scales, from clipped numbers; the numbers that are
     rounded under them, by a step after this one or to nearest, are not clipped before. So any format may have it, and a
     format whose scales are powers of two changes only if a range passes one of them.
 
