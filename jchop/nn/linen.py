@@ -7,10 +7,9 @@ from flax import linen as nn
 from jchop._common.checks import check_instance
 from jchop._quantized.products.rule import RuleLike, as_rule_tuple
 from jchop._quantized.quantize_fn import refuse_codes_with_kept_scales
-from jchop.nn._linen.lora import Adapted, add_lora, load_lora, merge_lora, save_lora, split_lora
 from jchop.nn._linen.quantized import Quantized
 
-__all__ = ["Adapted", "Quantized", "add_lora", "load_lora", "merge_lora", "quantize", "save_lora", "split_lora"]
+__all__ = ["Quantized", "quantize"]
 
 
 def quantize(module: nn.Module, rules: RuleLike) -> Quantized:

@@ -371,6 +371,18 @@ def test_ranks_and_alphas_of_a_file_of_peft(wanted: Any, ranks: Any, fields: Any
         assert found[0] == rank and found[1] / found[0] == pytest.approx(factor, rel=1e-15)
 
 
+class Chain(linen.Module):
+    """Layers of Linen with given names, each with those in it."""
+
+    parts: Any
+
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        for name, parts in self.parts:
+            x = (Chain(parts, name=name) if parts else linen.Dense(8, use_bias=False, name=name))(x)
+        return x
+
+
 def test_patterns_of_a_file_of_peft_in_other_faces(tmp_path: Path) -> None:
     """Modules of Linen and parameters of a function get the same factors."""
     folder, w, x = written(tmp_path / "peft", [4] * 4, alpha_pattern={"q_proj": 64}), jnp.ones((8, 8)), jnp.ones((1, 8))
@@ -379,10 +391,11 @@ def test_patterns_of_a_file_of_peft_in_other_faces(tmp_path: Path) -> None:
     params = {"up": w, "gate_up": w, "layers": [{"up": w, "q_proj": w}]}
     found = split_lora(load_lora(folder, params, fun=run, inputs=(x,)))[1]
     assert [found[path]["rule"].factor for path in SMALL] == [2, 2, 2, 16]
-    linens = {"up": w, "gate_up": w, "layers": {"0": {"up": w, "q_proj": w}}}
-    variables = {"params": jax.tree.map(lambda leaf: {"kernel": leaf}, linens)}
-    adapted, _ = jc.nn.linen.load_lora(folder, linen.Dense(8), variables)
-    assert {path: rule.factor for path, rule in adapted.rules} == dict(zip(SMALL, (2, 2, 2, 16), strict=True))
+    inner = ("0", (("up", ()), ("q_proj", ())))
+    low = jc.nn.linen.quantize(Chain((("up", ()), ("gate_up", ()), ("layers", (inner,)))), Rule(weight="int8"))
+    variables = low.init(jax.random.key(0), x)
+    found = split_lora(load_lora(folder, variables, fun=low, inputs=(x,)))[1]
+    assert [found[path]["rule"].factor for path in SMALL] == [2, 2, 2, 16]
 
 
 @each(
@@ -573,7 +586,7 @@ def errors(model: Any, packed: Any) -> None:
         with pytest.raises(ValueError, match=said):
             add_lora(packed, rules, rngs=nnx.Rngs(0), **more)
     conv = nnx.Sequential(nnx.Conv(3, 4, (2, 2), rngs=nnx.Rngs(0)))
-    with pytest.raises(ValueError, match=r"Conv at 'layers/0'.*adapters are for flax.nnx.Linear and LinearGeneral"):
+    with pytest.raises(ValueError, match=r"'layers/0'.*it is of a Conv, and adapters are for flax.nnx.Linear and LinearGeneral"):
         add_lora(conv, LoraRule("*", rank=2), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="rank=0"):
         LoraRule("up", rank=0)
