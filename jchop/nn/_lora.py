@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
 from flax import nnx
 
-from jchop._common.checks import check_bool, check_instance
+from jchop._common.checks import check, check_bool, check_instance
+from jchop._common.paths import matches_path
+from jchop._quantized.program.adapters import AdaptedParam, LoraAdapter
+from jchop._quantized.program.call import is_packed_param, is_param_leaf
+from jchop._quantized.program.provenance import MatrixLayout
+from jchop._round.arguments import check_key
 from jchop.nn._linen.lora import AdaptableLinen, is_linen
 from jchop.nn._nnx.lora import adaptable_nnx
-from jchop.nn._shared.lora_rule import LoraRuleLike, as_lora_rules, write_adapters
+from jchop.nn._shared.lora_rule import (
+    LoraRule,
+    LoraRuleLike,
+    as_lora_rules,
+    check_lora_rules_match,
+    initial_stack_adapters,
+    merge_lora_weight,
+    read_adapters,
+    write_adapters,
+)
 from jchop.nn._shared.program_classes import ExampleInputs
 from jchop.nn._trees.equinox_modules import check_flax_or_equinox, is_equinox_module
-from jchop.nn._trees.lora import (
-    AdaptableEquinox,
-    AdaptableModel,
-    adapted_params,
-    adapters_mask,
-    add_adapters,
-    load_adapters,
-    merge_adapters,
-    split_adapters,
-)
+from jchop.nn._trees.lora import AdaptableEquinox, AdaptableModel, AdapterTarget, as_matrix, param_numbers
+from jchop.storage._axis_groupings import map_over_stack
 
 Array = jax.Array
 
@@ -90,9 +98,21 @@ def add_lora(
         check_instance("rngs", rngs, nnx.Rngs, "flax.nnx.Rngs, for example nnx.Rngs(0)")
         if key is not None:
             raise TypeError("key is for modules of Equinox and parameters; one of Flax NNX takes rngs=")
-    elif fun is None:
-        check_flax_or_equinox("model", model, "; parameters need fun=")
-    return add_adapters(_adaptable(model, inputs, fun, rngs, key), lora_rules, original)
+    else:
+        check(key is not None, "key=None: the first values of A are random; pass a typed key, key=jax.random.key(0)")
+        check_key("key", key)
+    whole = _traceable(model, inputs, fun, rngs, key)
+    originals = {} if original is None else whole.originals(original)
+    numbers = {
+        path: next((i for i, rule in enumerate(lora_rules) if matches_path(rule.path, path, *whole.names(path))), None)
+        for path in whole.targets
+    }
+    check_lora_rules_match(lora_rules, {i for i in numbers.values() if i is not None}, [*numbers])
+    return whole.put(
+        (path, _adapt_param(lora_rules[i], path, whole.targets[path], originals.get(path), whole.draws(number)))
+        for number, (path, i) in enumerate(numbers.items())
+        if i is not None
+    )
 
 
 def merge_lora(model: Any, *, requantize: bool = False) -> Any:
@@ -121,7 +141,9 @@ def merge_lora(model: Any, *, requantize: bool = False) -> Any:
         ('Linear', True)
     """
     check_bool("requantize", requantize)
-    return merge_adapters(_adaptable(model), requantize)
+    whole, adapted = _with_adapters(model)
+    unpacked = [path for path, leaf in adapted.items() if is_packed_param(leaf.base) and not requantize]
+    return whole.put([(path, _merge_param(path, leaf, requantize)) for path, leaf in adapted.items()], unpacked)
 
 
 def split_lora(model: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
@@ -147,7 +169,12 @@ def split_lora(model: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
         >>> type(base.layers[0]).__name__, list(adapters), adapters["layers/0"]["lora_a"].shape
         ('Linear', ['layers/0'], (8, 2))
     """
-    return split_adapters(_adaptable(model))
+    (whole, adapted), adapters = _with_adapters(model), dict[str, dict[str, Any]]()
+    for path, leaf in adapted.items():
+        name, own = whole.names(path)[0], leaf.adapter
+        check(name not in adapters, f"two parameters of {name!r} have adapters, which a file cannot tell apart")
+        adapters[name] = {"lora_a": own.lora_a, "lora_b": own.lora_b, "rule": own.rule}
+    return whole.put([(path, leaf.base) for path, leaf in adapted.items()]), adapters
 
 
 def save_lora(path: str | os.PathLike[str], model: Any) -> None:
@@ -213,9 +240,17 @@ def load_lora(
         Traceback (most recent call last):
         TypeError: model=None must be a module of Flax NNX or Equinox; parameters need fun=
     """
-    if not isinstance(model, nnx.Module) and fun is None:
-        check_flax_or_equinox("model", model, "; parameters need fun=")
-    return load_adapters(path, _adaptable(model, inputs, fun, rngs))
+    whole = _traceable(model, inputs, fun, rngs)
+    layouts = {path: target.layout for path, target in whole.targets.items()}
+    matrices = {path: layout for path, layout in layouts.items() if isinstance(layout, MatrixLayout)}
+    paths = {name: own for own in matrices for name in whole.names(own)}
+    adapters = {}
+    for name, (a, b, rule) in read_adapters(path, paths, lambda name: matrices[paths[name]].matrices[1:]).items():
+        own = paths[name]
+        (value, _, placement), layout = whole.targets[own], matrices[own]
+        check(value.ndim == len(layout.shape), f"{path}: {own!r} is a stack, which a file of PEFT has not")
+        adapters[own] = AdaptedParam(value, LoraAdapter(a, b, layout, rule, placement))
+    return whole.put(adapters.items())
 
 
 def lora_mask(model: Any) -> Any:
@@ -239,20 +274,84 @@ def lora_mask(model: Any) -> Any:
         >>> [leaf.shape for leaf, own in zip(*map(jax.tree.leaves, (adapted, jc.nn.lora_mask(adapted)))) if own]
         [(64, 4), (4, 8)]
     """
-    adapted_params(_adaptable(model))
-    return adapters_mask(model)
+    _with_adapters(model)
+
+    def mask(node: Any) -> Any:
+        own = jax.tree.map(lambda _: isinstance(node, LoraAdapter), node)
+        return replace(own, adapter=mask(node.adapter)) if isinstance(node, AdaptedParam) else own
+
+    return jax.tree.map(mask, model, is_leaf=lambda node: isinstance(node, LoraAdapter) or is_param_leaf(node))
+
+
+# -- any model ---------------------------------------------------------------------------------------------------------
 
 
 def _adaptable(
     model: Any, inputs: ExampleInputs | None = None, fun: Any = None, rngs: nnx.Rngs | None = None, key: Any = None
 ) -> AdaptableModel:
     """A model of any library with what its adapters need."""
-    if isinstance(model, nnx.Module):
-        if fun is not None:
-            raise TypeError("fun is for parameters; a module of Flax NNX has methods")
+    is_nnx, is_equinox = isinstance(model, nnx.Module), is_equinox_module(model)
+    if fun is not None and (is_nnx or is_equinox):
+        raise TypeError("fun is for parameters of a function; a module of Flax NNX or Equinox has methods")
+    if is_nnx:
         return adaptable_nnx(model, inputs, rngs)
     if rngs is not None:
         raise TypeError("rngs is for modules of Flax NNX; others take key=")
-    if is_equinox_module(model):
-        return AdaptableEquinox(model, inputs, fun, key)
-    return (AdaptableLinen if is_linen(model, fun) else AdaptableModel)(model, inputs, fun, key)
+    kind = AdaptableEquinox if is_equinox else AdaptableLinen if is_linen(model, fun) else AdaptableModel
+    return kind(model, inputs, fun, key=key)
+
+
+def _traceable(model: Any, inputs: Any, fun: Any, rngs: Any, key: Any = None) -> AdaptableModel:
+    """A model whose program is known."""
+    if not isinstance(model, nnx.Module) and fun is None:
+        check_flax_or_equinox("model", model, "; parameters need fun=")
+    return _adaptable(model, inputs, fun, rngs, key)
+
+
+def _with_adapters(model: Any) -> tuple[AdaptableModel, dict[str, AdaptedParam]]:
+    """A model with its parameters that have adapters.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    whole = _adaptable(model)
+    check(whole.adapted, "model has no adapters; jchop.nn.add_lora makes them")
+    return whole, whole.adapted
+
+
+# -- one parameter -----------------------------------------------------------------------------------------------------
+
+
+def _check_repackable(what: str, value: Any, placement: Any) -> None:
+    if is_packed_param(value) and (placement is None or placement.rotation is not None):
+        raise ValueError(f"{what}: it is packed {'by no rule' if placement is None else 'rotated'}, so it can't change")
+
+
+def _adapt_param(
+    rule: LoraRule, path: str, target: AdapterTarget, original: tuple[Any, Any] | None,
+    draw: Callable[[int], Array],
+) -> AdaptedParam:  # fmt: skip
+    (value, layout, placement), what = target, f"the parameter {path!r}, by {rule}"
+    if isinstance(layout, str):
+        raise ValueError(f"{what}: {layout}; exclude it with '!{path}'")
+    if rule.init != "zeros":
+        _check_repackable(what, value, placement)
+    exact = None if original is None else as_matrix(original[0], original[1] or layout)
+    weight, has_codes = as_matrix(value, layout), is_packed_param(value)
+    a, b, base = initial_stack_adapters(rule, what, draw, weight, exact, has_codes)
+    if base is not None:
+        numbers = map_over_stack(base.ndim - 2, lambda one: layout.back(one[None]), base)
+        value = placement.pack(numbers) if has_codes and placement is not None else numbers
+    return AdaptedParam(value, LoraAdapter(a, b, layout, rule, placement))
+
+
+def _merge_param(path: str, leaf: AdaptedParam, requantize: bool) -> Any:
+    own, layout, base = leaf.adapter, leaf.adapter.layout, leaf.base
+    _check_repackable(f"the parameter {path!r}", base, own.placement)
+
+    def merge_layer(parts: tuple[Array, Array, Array]) -> Array:
+        weight, a, b = parts
+        return layout.back(merge_lora_weight(layout.lay(weight)[0], a, b, own.rule)[None])
+
+    result = map_over_stack(own.stack, merge_layer, (param_numbers(base), own.lora_a, own.lora_b))
+    return own.placement.pack(result) if requantize and is_packed_param(base) and own.placement is not None else result

@@ -19,8 +19,8 @@ from jchop.nn._linen.quantized import (
     params_with_adapters,
     with_box_of,
 )
-from jchop.nn._shared.program_classes import method_inputs
-from jchop.nn._trees.lora import AdaptableModel, leaves_by_path
+from jchop.nn._shared.program_classes import ExampleInputs, method_inputs
+from jchop.nn._trees.lora import AdaptableModel
 
 
 def is_linen(model: Any, fun: Any = None) -> bool:
@@ -37,11 +37,11 @@ class AdaptableLinen(AdaptableModel):
         leaves = flat_params(params_with_adapters(self.model)).items()
         return {path: value for path, leaf in leaves if isinstance(value := nn.meta.unbox(leaf), AdaptedParam)}
 
-    def programs(self) -> Iterable[tuple[Any, CallArguments]]:
+    def programs(self, inputs: ExampleInputs) -> Iterable[tuple[Any, CallArguments]]:
         """As of `AdaptableModel`."""
         words = "a result of jchop.nn.quantize; of a module without rules, jchop.nn.quantize(module, jchop.Rule())"
         low = check_instance("fun", self.fun, Quantized, words)
-        methods = method_inputs(self.example_inputs, type(low.module)).items()
+        methods = method_inputs(inputs, type(low.module)).items()
         return [low.traced(self.model, args, None, {**kwargs, "method": name}) for name, (args, kwargs) in methods]
 
     def names(self, path: str) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from jchop._common.checks import check
 from jchop._common.on_demand import load_name
 from jchop._common.settings import split_prng_key
 from jchop._quantized.products.operand_layout import check_finite, check_layout_axes, norm_scale_spec, round_in_layout
-from jchop._quantized.products.rule import ROUNDING_FIELDS, Location, Rule, is_stochastic, param_rule_index, rule_index
+from jchop._quantized.products.rule import Location, Rule, is_stochastic, param_rule_index, rule_index
 from jchop._quantized.products.scale_from import LSQ
 from jchop._quantized.program.adapters import AdaptedParam, LoraAdapter
 from jchop._quantized.program.call import CallArguments, batch_arguments, enumerate_batches, is_packed_param

@@ -20,7 +20,7 @@ from jchop._quantized.program.weight_layout import WeightLayout
 from jchop.nn._nnx import programs
 from jchop.nn._nnx.layer_kinds import NNX_KINDS
 from jchop.nn._nnx.layers import FLAX_CLASSES, layer_entries, strip_rounding
-from jchop.nn._nnx.nodes import keys_as_path, replace_nodes
+from jchop.nn._nnx.nodes import ModuleEntry, keys_as_path, replace_nodes
 from jchop.nn._nnx.rounding_modules import RoundedPromotion, rounding_module_in
 from jchop.nn._shared.lora_rule import LoraRule, add_adapter_output
 from jchop.nn._shared.program_classes import ExampleInputs, plain_class
@@ -69,6 +69,13 @@ class Adapted(nnx.Module):
         inputs, a, b = dtypes.promote_dtype((inputs, self.lora_a[...], self.lora_b[...]), dtype=dtype)
         return add_adapter_output(y, inputs, a, b, getattr(self.base, "axis", (-1,)), self.rule)
 
+    @property
+    def param(self) -> AdaptedParam:
+        """The kernel with its adapter."""
+        value, layout, placement = _kernel_target(self.base)
+        assert isinstance(layout, MatrixLayout)
+        return AdaptedParam(value, LoraAdapter(self.lora_a[...], self.lora_b[...], layout, self.rule, placement))
+
 
 class AdaptableProgram(AdaptableModel):
     """A model of NNX whose parameters are those of programs; without `inputs` the weights of linear layers.
@@ -76,9 +83,10 @@ class AdaptableProgram(AdaptableModel):
     Each layer is then traced alone. A call of the model refuses an adapter whose weight other operations take.
     """
 
-    def __init__(self, model: Any, inputs: ExampleInputs | None = None, rngs: nnx.Rngs | None = None) -> None:
-        super().__init__(nnx.merge(*nnx.split(model), copy=True), inputs)
-        self.rngs, self.params = rngs, programs.params_with_adapters(self.model)
+    @cached_property
+    def params(self) -> Any:
+        """The parameters, those with adapters as `AdaptedParam`."""
+        return programs.params_with_adapters(self.model)
 
     @property
     def adapted(self) -> dict[str, AdaptedParam]:
@@ -86,15 +94,14 @@ class AdaptableProgram(AdaptableModel):
         flat = ((keys_as_path(keys), leaf.get_value()) for keys, leaf in nnx.to_flat_state(self.params))
         return {path: value for path, value in flat if isinstance(value, AdaptedParam)}
 
-    @cached_property
-    def key(self) -> Array:
-        """As of `AdaptableModel`."""
-        assert self.rngs is not None
-        return self.rngs.params()
+    def draws(self, number: int) -> Callable[[int], Array]:
+        """As of `AdaptableModel`; the first call draws the key of all."""
+        self.key = self.rngs.params() if self.key is None else self.key
+        return super().draws(number)
 
-    def programs(self) -> Iterable[tuple[Any, CallArguments]]:
+    def programs(self, inputs: ExampleInputs) -> Iterable[tuple[Any, CallArguments]]:
         """As of `AdaptableModel`."""
-        return programs.trace_nnx_programs(self.model, self.example_inputs)
+        return programs.trace_nnx_programs(self.model, inputs)
 
     @cached_property
     def targets(self) -> AdapterTargets:
@@ -102,9 +109,8 @@ class AdaptableProgram(AdaptableModel):
         if self.inputs is not None:
             return super().targets
         entries = [(entry, kind) for entry, kind in layer_entries(self.model) if kind is not None]
-        layers: dict[int, Any] = {
-            id(layer.kernel): layer for entry, _ in entries if _is_linear_layer(layer := entry.module)
-        }
+        linear: list[Any] = [entry.module for entry, _ in entries if _is_linear_layer(entry.module)]
+        layers = {id(layer.kernel): layer for layer in linear}
         others = {
             id(v)
             for entry, kind in entries
@@ -137,46 +143,43 @@ class AdaptableProgram(AdaptableModel):
 class AdaptableLayers(AdaptableModel):
     """A model of NNX whose linear layers are wrapped, in `Adapted`."""
 
-    def __init__(self, model: Any, rngs: nnx.Rngs | None = None) -> None:
-        super().__init__(nnx.merge(*nnx.split(model), copy=True))
-        self.rngs = rngs
-        nodes = ((keys_as_path(path), node) for path, node in nnx.iter_graph(self.model))
-        self.wrapped = {path: node for path, node in nodes if isinstance(node, Adapted)}
-        self.paths, self.layers = layers_with_kernels(self.model)
+    @cached_property
+    def wrapped(self) -> dict[str, Adapted]:
+        """The layers with adapters, by path."""
+        return {keys_as_path(path): node for path, node in nnx.iter_graph(self.model) if isinstance(node, Adapted)}
+
+    @cached_property
+    def entries(self) -> dict[str, ModuleEntry]:
+        """The layers with kernels, by the first path of each."""
+        return entries_with_kernels(self.model)
 
     @property
     def adapted(self) -> dict[str, AdaptedParam]:
         """As of `AdaptableModel`."""
-        kernels = {path: _kernel_target(node.base) for path, node in self.wrapped.items()}
-        return {
-            path: AdaptedParam(value, LoraAdapter(node.lora_a[...], node.lora_b[...], layout, node.rule, placement))
-            for (path, node), (value, layout, placement) in zip(self.wrapped.items(), kernels.values(), strict=True)
-        }
+        return {path: node.param for path, node in self.wrapped.items()}
 
     @cached_property
     def targets(self) -> AdapterTargets:
         """As of `AdaptableModel`."""
-        return {path: _kernel_target(layer) for path, layer in self.layers.items()}
+        return {path: _kernel_target(entry.module) for path, entry in self.entries.items()}
 
     def draws(self, number: int) -> Callable[[int], Array]:
         """As of `AdaptableModel`."""
-        assert self.rngs is not None
-        rngs = self.rngs
-        return lambda _: rngs.params()
+        return lambda _: self.rngs.params()
 
     def names(self, path: str) -> tuple[str, ...]:
         """As of `AdaptableModel`: all paths of the layer."""
-        return self.paths.get(path, (path,))
+        return tuple(self.entries[path].paths) if path in self.entries else (path,)
 
     def originals(self, original: Any) -> Any:
         """As of `AdaptableModel`."""
-        return {path: _kernel_target(layer)[:2] for path, layer in layers_with_kernels(original)[1].items()}
+        return {path: _kernel_target(entry.module)[:2] for path, entry in entries_with_kernels(original).items()}
 
     def put(self, leaves: Iterable[tuple[str, Any]], unpacked: Sequence[str] = ()) -> Any:
         """As of `AdaptableModel`."""
         replacements: dict[int, nnx.Module] = {}
         for path, leaf in leaves:
-            node: Any = self.wrapped.get(path) or self.layers[path]
+            node: Any = self.wrapped[path] if path in self.wrapped else self.entries[path].module
             layer, is_adapted = node.base if isinstance(node, Adapted) else node, isinstance(leaf, AdaptedParam)
             _set_kernel(layer, path, leaf.base if is_adapted else leaf)
             replacements[id(node)] = Adapted(layer, leaf.adapter, self.rngs) if is_adapted else layer
@@ -186,9 +189,9 @@ class AdaptableLayers(AdaptableModel):
 def adaptable_nnx(model: Any, inputs: ExampleInputs | None = None, rngs: nnx.Rngs | None = None) -> AdaptableModel:
     """A model of NNX as a program if it is one, or is traced; else as layers."""
     is_wrapped = any(isinstance(node, Adapted) for _, node in nnx.iter_graph(model))
-    if inputs is not None or (programs.is_nnx_program(model) and not is_wrapped):
-        return AdaptableProgram(model, inputs, rngs)
-    return AdaptableLayers(model, rngs)
+    is_program = inputs is not None or (programs.is_nnx_program(model) and not is_wrapped)
+    copy = nnx.merge(*nnx.split(model), copy=True)
+    return (AdaptableProgram if is_program else AdaptableLayers)(copy, inputs, rngs=rngs)
 
 
 # -- one layer ---------------------------------------------------------------------------------------------------------
@@ -199,14 +202,10 @@ _NEEDS_INPUTS_MESSAGE = (
 )
 
 
-def layers_with_kernels(model: Any) -> tuple[dict[str, tuple[str, ...]], dict[str, Any]]:
-    """By the first path of each layer that has a kernel all paths, and the layer."""
-    entries = [
-        entry
-        for entry, kind in layer_entries(model)
-        if kind is not None and kind.parameters and hasattr(entry.module, "kernel")
-    ]
-    return {e.paths[0]: tuple(e.paths) for e in entries}, {e.paths[0]: e.module for e in entries}
+def entries_with_kernels(model: Any) -> dict[str, ModuleEntry]:
+    """The layers that have a kernel, by the first path of each."""
+    entries = (entry for entry, kind in layer_entries(model) if kind is not None and kind.parameters)
+    return {entry.paths[0]: entry for entry in entries if hasattr(entry.module, "kernel")}
 
 
 def _linear_example_input(layer: Any) -> jax.ShapeDtypeStruct:

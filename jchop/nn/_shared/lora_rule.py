@@ -99,9 +99,10 @@ LoraRuleLike = LoraRule | Iterable[LoraRule] | Mapping[str, Any]
 
 def as_lora_rules(rules: LoraRuleLike) -> tuple[LoraRule, ...]:
     """Rules in any form, checked."""
-    if isinstance(rules, Mapping):
-        rules = [_rule_of_entry(pattern, value) for pattern, value in rules.items()]
-    lora_rules = tuple(rules) if isinstance(rules, Iterable) else (rules,)
+    items: Any = rules
+    if isinstance(items, Mapping):
+        items = [_rule_of_entry(pattern, value) for pattern, value in items.items()]
+    lora_rules = tuple(items) if isinstance(items, Iterable) else (items,)
     if not lora_rules or not all(isinstance(rule, LoraRule) for rule in lora_rules):
         raise TypeError(
             f"rules={short_repr(rules)} must be a jchop.nn.LoraRule, several, or {{'*': {{'rank': 8}}}}; "
