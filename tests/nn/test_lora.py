@@ -160,6 +160,45 @@ def test_a_call_refuses_adapters_of_weights_that_other_operations_take() -> None
         adapted(OWN_X)
 
 
+def test_rules_are_a_mapping_one_or_several() -> None:
+    """A pattern with a rule or its fields, one rule for all layers, or a list."""
+    rule = LoraRule("up", rank=2, alpha=4)
+    forms = [rule, [rule], {"up": LoraRule(rank=2, alpha=4)}, {"up": {"rank": 2, "alpha": 4}}]
+    found = [split_lora(add_lora(Own(), rules, rngs=nnx.Rngs(1)))[1]["up"]["rule"] for rules in forms]
+    assert found == [rule] * 4
+    assert list(split_lora(add_lora(Own(), LoraRule(rank=2), rngs=nnx.Rngs(1)))[1]) == ["up"]
+    both = add_lora(Mixed(), {"rest": {"rank": 1}, "*": {"rank": 2}}, rngs=nnx.Rngs(1))
+    assert {path: one["rule"].rank for path, one in split_lora(both)[1].items()} == {
+        "general": 2,
+        "rest/0": 1,
+        "rest/1": 1,
+    }
+
+
+def test_rules_of_qwix_give_their_rank_factor_and_dropout() -> None:
+    yaml = {"qwix": {"rules": [{"module_path": ".*(query|value)", "rank": 8, "alpha": 16.0, "weight_qtype": "nf4"}]}}
+    assert LoraRule.from_qwix(yaml) == [LoraRule("*{query,value}/", rank=8, alpha=16.0)]
+    assert LoraRule.from_qwix({"rank": 4, "dropout": 0.1}) == [LoraRule("*", rank=4, dropout=0.1)]
+    normal = jax.nn.initializers.normal()
+    for said, fields in (
+        ("rank=None", {"module_path": ".*mlp.*", "weight_qtype": "nf4"}),
+        ("module_path='.a.b.+' has no equal", {"module_path": "(a|b)+", "rank": 2}),
+        ("op_names=", {"op_names": ("conv_general_dilated",), "rank": 2}),
+        ("lora_a_initializer=.* has no equal", {"lora_a_initializer": normal, "rank": 2}),
+        ("lora_b_initializer=.* has no equal", {"lora_b_initializer": normal, "rank": 2}),
+        ("ranks=2 is no field of a rule of qwix", {"ranks": 2, "rank": 2}),
+    ):
+        with pytest.raises(ValueError, match=said):
+            LoraRule.from_qwix(fields)
+
+
+def test_a_rule_of_qwix_itself_is_read() -> None:
+    qwix = pytest.importorskip("qwix")
+    rule = qwix.LoraRule(module_path=".*mlp.*", rank=4, alpha=2.0, dropout=0.1, weight_qtype="int4", tile_size=32)
+    assert LoraRule.from_qwix([rule]) == [LoraRule("*mlp*", rank=4, alpha=2.0, dropout=0.1)]
+    assert str(jc.Rule.from_qwix(rule)[0].weight) == "int4(group=32,rule=half_range)"
+
+
 DOUBLE = "nf4(scale=uint8(group=256,zero_point=float))"
 X = np.random.default_rng(0).standard_normal((5, 128)).astype(np.float32)
 
