@@ -206,8 +206,8 @@ def save(path: str | os.PathLike[str], model: Any, *, metadata: Mapping[str, str
 
     Args:
         path: path of the file, which is created in one step.
-        model: a module of Flax NNX or Equinox, or the variables of a Linen module, as from
-            `jchop.nn.linen.Quantized.pack`.
+        model: a module of Flax NNX or Equinox, or the variables of a Linen module, as `pack` of a
+            quantized one gives them.
         metadata: texts for the header of the file. Default: none.
 
     Raises:
@@ -217,7 +217,7 @@ def save(path: str | os.PathLike[str], model: Any, *, metadata: Mapping[str, str
     Example:
         >>> import tempfile, pathlib, jax, jax.numpy as jnp, jchop as jc
         >>> from flax import linen
-        >>> dense = jc.nn.linen.quantize(linen.Dense(2), jc.Rule(weight="int4(group=all)"))
+        >>> dense = jc.nn.quantize(linen.Dense(2), jc.Rule(weight="int4(group=all)"))
         >>> x = jnp.ones((1, 8))
         >>> variables = dense.pack(dense.init(jax.random.key(0), x), x)
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "model.safetensors"

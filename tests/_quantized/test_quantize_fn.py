@@ -622,7 +622,7 @@ def test_a_function_that_rounds_its_weights_already_is_said() -> None:
                 with pytest.raises(ValueError, match=already.format(by)):
                     call(params, X)
         with pytest.raises(ValueError, match=already.format(by)):
-            jc.ptq.quantize(fun, rule, params, [X])
+            jc.quantize_fn(fun, rule).pack(params, batches=[X], return_report=True)
 
 
 def test_a_rule_of_products_of_parameters_alone_is_said() -> None:

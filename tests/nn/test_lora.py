@@ -431,7 +431,7 @@ def test_patterns_of_a_file_of_peft_in_other_faces(tmp_path: Path) -> None:
     found = split_lora(load_lora(folder, params, fun=run, inputs=(x,)))[1]
     assert [found[path]["rule"].factor for path in SMALL] == [2, 2, 2, 16]
     inner = ("0", (("up", ()), ("q_proj", ())))
-    low = jc.nn.linen.quantize(Chain((("up", ()), ("gate_up", ()), ("layers", (inner,)))), Rule(weight="int8"))
+    low = jc.nn.quantize(Chain((("up", ()), ("gate_up", ()), ("layers", (inner,)))), Rule(weight="int8"))
     variables = low.init(jax.random.key(0), x)
     found = split_lora(load_lora(folder, variables, fun=low, inputs=(x,)))[1]
     assert [found[path]["rule"].factor for path in SMALL] == [2, 2, 2, 16]

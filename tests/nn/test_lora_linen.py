@@ -37,7 +37,7 @@ class Net(nn.Module):
 
 def unrounded(module: Any) -> Any:
     """A module that runs adapters and rounds nothing."""
-    return jc.nn.linen.quantize(module, Rule())
+    return jc.nn.quantize(module, Rule())
 
 
 PLAIN = unrounded(Net())
@@ -50,7 +50,7 @@ def plain() -> Any:
 
 @pytest.fixture(scope="module")
 def low() -> Any:
-    return jc.nn.linen.quantize(Net(), [Rule("norm"), Rule(weight=DOUBLE)])
+    return jc.nn.quantize(Net(), [Rule("norm"), Rule(weight=DOUBLE)])
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def merge_split_and_files(low: Any, packed: Any, tmp_path: Path) -> None:
     merged = merge_lora(variables)
     assert isinstance(merged["params"]["down"]["kernel"], jc.QArray)
     assert isinstance(merged["params"]["up"]["kernel"], jax.Array)
-    without = jc.nn.linen.quantize(Net(), {"norm": None, "up": None, "*": DOUBLE})  # no rule rounds the sum
+    without = jc.nn.quantize(Net(), {"norm": None, "up": None, "*": DOUBLE})  # no rule rounds the sum
     np.testing.assert_allclose(without.apply(merged, X), y, rtol=1e-3, atol=1e-4)
     again = merge_lora(variables, requantize=True)
     kernel = again["params"]["up"]["kernel"]
@@ -172,7 +172,7 @@ def the_projections_of_attention(weight: str | None, tmp_path: Path) -> None:
     net: Any = nn.MultiHeadDotProductAttention(4, qkv_features=64)
     x = np.random.default_rng(1).standard_normal((2, 5, 32)).astype(np.float32)
     plain: Any = drawn(jax.eval_shape(net.init, KEY, x))
-    low = jc.nn.linen.quantize(net, Rule("{query,out}", weight=weight))
+    low = jc.nn.quantize(net, Rule("{query,out}", weight=weight))
     base = plain if weight is None else low.pack(plain, x)
     variables = add_lora(base, LoraRule("{query,out}", rank=3, alpha=6), fun=low, inputs=(x,), key=KEY)
     np.testing.assert_array_equal(low.apply(variables, x), low.apply(base, x))
@@ -251,7 +251,7 @@ def test_boxes_methods_and_roots(tmp_path: Path) -> None:
 
 def test_adapters_have_dropout_with_its_stream_alone() -> None:
     """A stochastic rule has a key in every call; without the stream of dropout adapters have none."""
-    low, x = jc.nn.linen.quantize(nn.Dense(4), Rule(weight="e4m3:stochastic")), jnp.ones((2, 8))
+    low, x = jc.nn.quantize(nn.Dense(4), Rule(weight="e4m3:stochastic")), jnp.ones((2, 8))
     plain = nn.Dense(4).init(KEY, x)
     variables = noised(add_lora(plain, LoraRule(rank=2, dropout=0.5), fun=low, inputs=(x,), key=KEY))
     without = noised(add_lora(plain, LoraRule(rank=2), fun=low, inputs=(x,), key=KEY))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -164,6 +164,39 @@ class Keys:
 def batch_arguments(batch: Any) -> tuple[Any, ...]:
     """The arguments of a call that a batch stands for: a tuple of them, or the only one."""
     return batch if isinstance(batch, tuple) else (batch,)
+
+
+def check_batches(batches: Any, repeated: bool) -> None:
+    """Refuse what are no batches, and an iterator if the batches are `repeated`, that is, run through more than once.
+
+    Raises:
+        TypeError: that names the argument.
+    """
+    if not isinstance(batches, Iterable) or isinstance(batches, Mapping | str):
+        raise TypeError(f"batches={batches!r} must be an iterable of arguments, such as [(x,), (x,)]")
+    if repeated and iter(batches) is iter(batches):
+        raise TypeError(
+            f"batches={batches!r} can be run through once, and these steps need them more often (rounding layer after "
+            "layer: for each layer; resume: for each start); pass a list, or an object whose __iter__ starts anew"
+        )
+
+
+def map_batches(batches: Any, map_arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Iterable[Any]:
+    """Batches with other arguments; they can be run through as often as the given ones."""
+    check_batches(batches, repeated=False)
+    batches_anew = _MappedBatches(batches, map_arguments)
+    return iter(batches_anew) if iter(batches) is iter(batches) else batches_anew
+
+
+@dataclass(frozen=True)
+class _MappedBatches:
+    """Batches with other arguments, as often as it is asked for them."""
+
+    batches: Any
+    map_arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.map_arguments(batch_arguments(batch)) for batch in self.batches)
 
 
 def enumerate_batches(batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:

@@ -16,7 +16,7 @@ from jchop.nn._linen.quantized import (
     flat_params,
     lora_adapters,
     nest_params,
-    params_with_adapters,
+    linen_params_with_adapters,
     with_box_of,
 )
 from jchop.nn._shared.program_classes import ExampleInputs, method_inputs
@@ -34,7 +34,7 @@ class AdaptableLinen(AdaptableModel):
     @property
     def adapted(self) -> dict[str, AdaptedParam]:
         """As of `AdaptableModel`."""
-        leaves = flat_params(params_with_adapters(self.model)).items()
+        leaves = flat_params(linen_params_with_adapters(self.model)).items()
         return {path: value for path, leaf in leaves if isinstance(value := nn.meta.unbox(leaf), AdaptedParam)}
 
     def programs(self, inputs: ExampleInputs) -> Iterable[tuple[Any, CallArguments]]:

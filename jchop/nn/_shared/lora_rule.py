@@ -101,7 +101,7 @@ def as_lora_rules(rules: LoraRuleLike) -> tuple[LoraRule, ...]:
     """Rules in any form, checked."""
     items: Any = rules
     if isinstance(items, Mapping):
-        items = [_rule_of_entry(pattern, value) for pattern, value in items.items()]
+        items = [_lora_rule_of_entry(pattern, value) for pattern, value in items.items()]
     lora_rules = tuple(items) if isinstance(items, Iterable) else (items,)
     if not lora_rules or not all(isinstance(rule, LoraRule) for rule in lora_rules):
         raise TypeError(
@@ -111,7 +111,7 @@ def as_lora_rules(rules: LoraRuleLike) -> tuple[LoraRule, ...]:
     return lora_rules
 
 
-def _rule_of_entry(pattern: str, value: Any) -> Any:
+def _lora_rule_of_entry(pattern: str, value: Any) -> Any:
     """The rule of an entry of a mapping; see `as_lora_rules`."""
     if not isinstance(value, LoraRule):
         return LoraRule(pattern, **value) if isinstance(value, Mapping) else value

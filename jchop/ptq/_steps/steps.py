@@ -59,6 +59,13 @@ class Rotate(MappingStep):
 
 
 @dataclass(frozen=True)
+class InOrder(CalibrationStep):
+    """Weights rounded one after the other; `sequential` makes it."""
+
+    name, field = "sequential", "in_order"
+
+
+@dataclass(frozen=True)
 class Correction(CalibrationStep):
     """A correction of weights before they are rounded; `correct_error` makes it."""
 
@@ -129,6 +136,7 @@ class BiasCorrection(CalibrationStep):
 class CalibrationSteps:
     """What is done to each weight: at most one step of each kind, None for one that is not taken; mappings before."""
 
+    in_order: InOrder | None = None
     mappings: tuple[MappingStep, ...] = ()
     correction: Correction | None = None
     pruning: Sparse | None = None
@@ -141,7 +149,7 @@ class CalibrationSteps:
         """The steps that look at no inputs."""
         pruning = self.pruning if self.pruning is not None and self.pruning.by == "magnitude" else None
         scales = self.scales if isinstance(self.scales, HalfQuadratic) else None
-        return CalibrationSteps(self.mappings, None, pruning, scales, None, self.biases)
+        return CalibrationSteps(None, self.mappings, None, pruning, scales, None, self.biases)
 
     @property
     def names(self) -> str:
@@ -230,8 +238,8 @@ def rotate(seed: int | None = 0) -> Rotate:
         >>> import jax.numpy as jnp, jchop as jc
         >>> params = {"a": jnp.eye(8), "b": jnp.ones((8, 2))}
         >>> rule = jc.Rule("b", weight="int8(group=all)", activation="int4(group=all)")
-        >>> two = lambda p, x: (x @ p["a"]) @ p["b"]
-        >>> packed, report = jc.ptq.quantize(two, rule, params, [jnp.ones((4, 8))], [jc.ptq.rotate()])
+        >>> two, data = jc.quantize_fn(lambda p, x: (x @ p["a"]) @ p["b"], rule), [jnp.ones((4, 8))]
+        >>> packed, report = two.pack(params, batches=data, steps=[jc.ptq.rotate()], return_report=True)
         >>> report.weights[0].note.partition(";")[0], float(jnp.abs(packed["a"]).max())
         ('rotate by Hadamard 8 folded into a', 0.3535533845424652)
     """
@@ -299,6 +307,21 @@ def sign_round(iterations: int = 200, *, rate: float = 0.5, momentum: float = 0.
     )
 
 
+def sequential() -> InOrder:
+    """Weights are rounded one after the other, by inputs of the model as it is rounded so far, activations too.
+
+    They are rounded in the order of the program. The data are run once for each stage: weights that share an input, and
+    each turn of a loop over a stack. Without it the inputs are those of the model in full precision, in one pass.
+
+    Example:
+        >>> import jchop as jc
+        >>> steps = [jc.ptq.sequential(), jc.ptq.gptq()]
+        >>> str(steps[0])
+        'sequential()'
+    """
+    return InOrder()
+
+
 def correct_error(strength: float = 0.5, *, damping: float = 0.01) -> Correction:
     """Before a weight is rounded, it is moved so that its product makes up for errors of the layers before it.
 
@@ -350,8 +373,8 @@ def sparse(n: int, m: int, *, by: Literal["loss", "inputs", "magnitude"] = "loss
     Example:
         >>> import jax, jchop as jc
         >>> x, w = (jax.random.normal(jax.random.key(i), (64, 8)) for i in (0, 1))
-        >>> dense, rule = lambda p, x: x @ p.T, jc.Rule(weight="int4(group=all)")
-        >>> packed, report = jc.ptq.quantize(dense, rule, w, [x], [jc.ptq.sparse(2, 4), jc.ptq.gptq()])
+        >>> dense, steps = jc.quantize_fn(lambda p, x: x @ p.T, "int4(group=all)"), [jc.ptq.sparse(2, 4), jc.ptq.gptq()]
+        >>> packed, report = dense.pack(w, batches=[x], steps=steps, return_report=True)
         >>> int((jc.dequantize(packed).reshape(64, 2, 4) != 0).sum(-1).max()), report.weights[0].method
         (2, 'sparse, gptq')
     """
@@ -383,7 +406,7 @@ def clip(points: int = 20, *, least: float = 0.5) -> Clip:
         >>> import jax, jchop as jc
         >>> x, w = (jax.random.normal(jax.random.key(i), (64, 64)) for i in (0, 1))
         >>> dense, rule = lambda p, x: x @ p, jc.Rule(weight="int3(group=all)")
-        >>> _, report = jc.ptq.quantize(dense, rule, w, [x], [jc.ptq.clip()])
+        >>> _, report = jc.quantize_fn(dense, rule).pack(w, batches=[x], steps=[jc.ptq.clip()], return_report=True)
         >>> report.weights[0].method, report.weights[0].after > report.weights[0].before + 1
         ('clip', True)
     """
@@ -414,8 +437,8 @@ def hqq(
     Example:
         >>> import jax, jchop as jc
         >>> x, w = (jax.random.normal(jax.random.key(i), (64, 64)) for i in (0, 1))
-        >>> dense, rule = lambda p, x: x @ p, jc.Rule(weight="uint3(group=all,zero_point=float)")
-        >>> _, report = jc.ptq.quantize(dense, rule, w, [x], [jc.ptq.hqq(), jc.ptq.gptq()])
+        >>> dense = jc.quantize_fn(lambda p, x: x @ p, "uint3(group=all,zero_point=float)")
+        >>> _, report = dense.pack(w, batches=[x], steps=[jc.ptq.hqq(), jc.ptq.gptq()], return_report=True)
         >>> report.weights[0].method
         'hqq, gptq'
     """
@@ -427,8 +450,8 @@ def correct_biases() -> BiasCorrection:
     """After a weight is rounded, the mean error of its product goes into the bias that the program adds to it.
 
     The bias is the parameter that is added to the product, perhaps after transposes, reshapes and casts. If there is
-    none, or it has other uses, the report says so. Rounded one after the other (``sequential=True``), biases also take
-    off the mean errors of the layers before; else those of the weight's own rounding.
+    none, or it has other uses, the report says so. After `sequential`, biases also take off the mean errors of the
+    layers before; else those of the weight's own rounding.
 
     Source: Nagel et al., "Data-free quantization through weight equalization and bias correction", ICCV 2019,
     appendix D (empirical bias correction).
@@ -437,9 +460,9 @@ def correct_biases() -> BiasCorrection:
         >>> import jax.numpy as jnp, jchop as jc
         >>> dense = lambda p, x: x @ p["w"] + p["b"]
         >>> params, x = {"w": jnp.linspace(-1, 1, 16).reshape(8, 2), "b": jnp.zeros(2)}, jnp.ones((4, 8))
-        >>> rule = jc.Rule(weight="int2(group=all)")
-        >>> packed, report = jc.ptq.quantize(dense, rule, params, [x], [jc.ptq.correct_biases()])
-        >>> report.weights[0].bias, bool(jnp.allclose(jc.quantize_fn(dense, rule)(packed, x), dense(params, x)))
+        >>> low = jc.quantize_fn(dense, "int2(group=all)")
+        >>> packed, report = low.pack(params, batches=[x], steps=[jc.ptq.correct_biases()], return_report=True)
+        >>> report.weights[0].bias, bool(jnp.allclose(low(packed, x), dense(params, x)))
         ('b', True)
     """
     return BiasCorrection()
@@ -461,12 +484,12 @@ def as_steps(steps: Any) -> CalibrationSteps:
     order = [kinds.index(step.field) for step in values]
     if order != sorted(order) or len({step.field for step in others}) < len(others):
         raise ValueError(
-            f"steps=[{', '.join(map(str, values))}] may have smooth, awq and rotate, then one correct_error, then one "
-            "sparse, then one clip or hqq, then one gptq or sign_round, then correct_biases"
+            f"steps=[{', '.join(map(str, values))}] may have sequential, then smooth, awq and rotate, then one "
+            "correct_error, then one sparse, then one clip or hqq, then one gptq or sign_round, then correct_biases"
         )
     mappings = tuple(step for step in values if isinstance(step, MappingStep))
     by_field: dict[str, Any] = {step.field: step for step in others}
-    result = CalibrationSteps(mappings, **by_field)
+    result = CalibrationSteps(mappings=mappings, **by_field)
     if result.pruning is not None and result.pruning.by == "loss" and not isinstance(result.sweep, Sweep):
         raise ValueError(f"{result.pruning} prunes in the sweep of gptq: add it, or choose by='inputs' or 'magnitude'")
     return result
