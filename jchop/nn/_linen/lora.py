@@ -14,9 +14,9 @@ from jchop.nn._linen.quantized import (
     LORA_COLLECTION,
     Quantized,
     flat_params,
+    linen_params_with_adapters,
     lora_adapters,
     nest_params,
-    linen_params_with_adapters,
     with_box_of,
 )
 from jchop.nn._shared.program_classes import ExampleInputs, method_inputs
