@@ -249,6 +249,37 @@ def test_boxes_methods_and_roots(tmp_path: Path) -> None:
     assert "base_model.model..lora_A.weight" in jc.load_safetensors(tmp_path / "adapter_model.safetensors")
 
 
+class Step(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any, _: Any) -> Any:
+        return x + nn.Dense(8, use_bias=False)(x), None
+
+
+class Stack(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        scanned = nn.scan(Step, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        return scanned()(x, None)[0]
+
+
+def test_a_stack_is_calibrated_with_its_adapters(tmp_path: Path) -> None:
+    """Each layer of a scan has its own adapter; calibration changes the scales alone."""
+    rule = Rule(weight="int4(group=4)", activation="int8", scale_from=jc.MovingAverage())
+    low, x = jc.nn.quantize(Stack(), rule), jnp.linspace(-1, 1, 16).reshape(2, 8)
+    plain = low.init(KEY, x)
+    variables = noised(add_lora(plain, {"*": {"rank": 2}}, fun=low, inputs=(x,), key=KEY))
+    own = variables["lora"]["ScanStep_0"]["Dense_0"]["kernel"]
+    assert (own.lora_a.shape, own.lora_b.shape) == ((3, 8, 2), (3, 2, 8))
+    calibrated = low.calibrate(variables, [x])
+    for name in ("params", "lora"):
+        assert jax.tree.structure(calibrated[name]) == jax.tree.structure(variables[name])
+    kernel = merge_lora(calibrated)["params"]["ScanStep_0"]["Dense_0"]["kernel"]
+    wanted = plain["params"]["ScanStep_0"]["Dense_0"]["kernel"] + own.lora_a @ own.lora_b
+    np.testing.assert_allclose(kernel, wanted, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="is one of a stack"):
+        save_lora(tmp_path, calibrated)
+
+
 def test_adapters_have_dropout_with_its_stream_alone() -> None:
     """A stochastic rule has a key in every call; without the stream of dropout adapters have none."""
     low, x = jc.nn.quantize(nn.Dense(4), Rule(weight="e4m3:stochastic")), jnp.ones((2, 8))

@@ -640,6 +640,8 @@ def with_box_of(leaf: Any, value: Any) -> Any:
 
 def _param_and_scale_collections(params: Any, scales: Scales) -> dict[str, Any]:
     """The collections that hold parameters and kept scales."""
+    is_adapted = lambda leaf: isinstance(leaf, AdaptedParam)  # noqa: E731
+    params = jax.tree.map(lambda leaf: leaf.base if is_adapted(leaf) else leaf, params, is_leaf=is_adapted)
     if scales.learned:
         params = nest_params({**flat_params(params), **scales.learned})
     return {"params": params, **({SCALE_COLLECTION: nest_params(scales.stats)} if scales.stats else {})}
