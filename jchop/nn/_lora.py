@@ -48,11 +48,11 @@ def add_lora(
 ) -> Any:
     """A copy of a model with adapters beside its linear layers, whatever their weights are packed in.
 
-    * NNX: a matched linear layer becomes an `Adapted` that holds it as ``base``. With `inputs` every parameter that
+    * NNX: a matched linear layer becomes an ``Adapted`` that holds it as ``base``. With `inputs` every parameter that
       only products of matrices take may have an adapter, in the attribute ``quantization_adapters`` of its module.
       A and B are `flax.nnx.LoRAParam`: ``nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))`` and
       ``nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)`` train them alone. Dropout is applied until ``model.eval()``.
-    * Equinox, and parameters of `fun`: such a parameter becomes an `AdaptedParam` in its place, and `lora_mask` says
+    * Equinox, and parameters of `fun`: such a parameter becomes an ``AdaptedParam`` in its place, and `lora_mask` says
       which arrays to train. Dropout is applied in calls with a key: ``low(params, x, key=key)``, or
       ``model(x, rounding_key=key)`` in Equinox.
     * Linen: `model` is the variables of `fun`. Adapters are the collection ``"lora"``, which trains alone:
