@@ -56,6 +56,7 @@ WORKS: dict[str, tuple[Callable[[], Any], Any]] = {
     "rules as a dict": (lambda: jc.quantize_fn(product, {"w": "int8"})({"w": W}, X).shape, (4, 4)),
     "a model and a text": (lambda: jc.nn.quantize(model(), "int8")(X).shape, (4, 4)),
     "a model and a dict": (lambda: jc.nn.quantize(model(), {"*": {"weight": jnp.int8}})(X).shape, (4, 4)),
+    "LoRA by a dict": (lambda: jc.nn.add_lora(model(), {"*": {"rank": 2}}, rngs=nnx.Rngs(1))(X).shape, (4, 4)),
     "a model and data": (lambda: quantized(model(), batches=[X])(X).shape, (4, 4)),
     "a method and data": (
         lambda: jc.nn.quantize(Scores(), "int8", "ptq", call=Scores.score, batches=[X]).w.shape,
@@ -66,6 +67,18 @@ WORKS: dict[str, tuple[Callable[[], Any], Any]] = {
 }
 
 ANSWERED: dict[str, tuple[Callable[[], Any], str]] = {
+    "LoRA by qwix's words": (
+        lambda: untyped.nn.add_lora(model(), {"module_path": ".*", "rank": 2}, rngs=nnx.Rngs(1)),
+        r"jc.nn.LoraRule.from_qwix\(rules\)",
+    ),
+    "LoRA by a rank": (
+        lambda: untyped.nn.add_lora(model(), 8, rngs=nnx.Rngs(1)),
+        r"rules=8 must be .* \{'\*': \{'rank': 8\}\}",
+    ),
+    "LoRA on a module of Linen": (
+        lambda: untyped.nn.add_lora({}, {"*": {"rank": 2}}, fun=linen.Dense(4), inputs=(X,), key=KEY),
+        r"jchop.nn.quantize\(module, jchop.Rule\(\)\)",
+    ),
     "fp8": (lambda: jc.Spec("fp8"), "did you mean float8_e4m3fn"),
     "mxfp8": (lambda: jc.Spec("mxfp8"), "did you mean mxfp8_e4m3 or mxfp8_e5m2"),
     "w8a8": (lambda: jc.Spec("w8a8"), r"Rule\(weight='int8\(channel=0\)', activation='int8'\)"),

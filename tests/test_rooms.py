@@ -58,7 +58,6 @@ MOST_MODULES = 120  # loaded by `import jchop`
 # names that several public modules have.
 SHARED_NAMES = {
     *("Array", "Keys", "Number", "T", "Tensor"),
-    *("Adapted", "add_lora", "load_lora", "merge_lora", "save_lora", "split_lora"),
     *("ChopSTE", "ChopfSTE", "ChopiSTE", "LightChop", "OptimLP", "Quantizer"),
     *("blame", "report", "sensitivity", "tune", "ParameterRow"),
     *("clip", "dot", "einsum", "matmul", "round_to_format"),

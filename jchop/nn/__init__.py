@@ -11,19 +11,16 @@ require_extra("jchop.nn", "flax", ("flax",))
 from flax import nnx
 
 from jchop._common.on_demand import on_demand
-from jchop._quantized.program.adapters import AdaptedParam
-from jchop.nn import linen
 from jchop.nn._arrays import load, quantize_params, save, shard
 from jchop.nn._fit import calibrate, fold_batch_norms
+from jchop.nn._lora import add_lora, load_lora, lora_mask, merge_lora, save_lora, split_lora
 from jchop.nn._nnx.layers import QUANTIZED_CLASSES
-from jchop.nn._nnx.lora import Adapted, add_lora, load_lora, merge_lora, save_lora, split_lora
 from jchop.nn._nnx.nodes import QuantizedParam
 from jchop.nn._nnx.rounding_modules import ActivationRange, AmaxHistory, LearnedScale
 from jchop.nn._quantize import quantize
 from jchop.nn._recipes import keep_wide, recipe
 from jchop.nn._report import ModelReport, report
 from jchop.nn._shared.lora_rule import LoraRule
-from jchop.nn._trees.lora import lora_mask
 
 #: The quantized layers.
 BatchNorm: Any = QUANTIZED_CLASSES[nnx.BatchNorm]
@@ -63,14 +60,13 @@ __getattr__, __dir__ = on_demand(
         },
         "linen": "jchop.nn.quantize(module, rules)",
         "quantize_with_data": "jchop.nn.quantize(model, rules, 'ptq', batches=batches)",
+        "linen": "jchop.nn.quantize(module, rules), and jchop.nn.add_lora(variables, rules, fun=...)",
         "correct_biases": "jchop.nn.quantize(model, rules, 'ptq', batches=batches, steps=[jchop.ptq.correct_biases()])",
     },
 )
 
 __all__ = [
     "ActivationRange",
-    "Adapted",
-    "AdaptedParam",
     "AmaxHistory",
     "BatchNorm",
     "Conv",
@@ -102,7 +98,6 @@ __all__ = [
     "calibrate",
     "fold_batch_norms",
     "keep_wide",
-    "linen",
     "load",
     "load_checkpoint",
     "load_lora",

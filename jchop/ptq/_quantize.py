@@ -59,7 +59,7 @@ def pack_with_data(
     check_instance("resume", resume, str | os.PathLike | None, "the path of a folder, or None")
     if in_order and any(step.online for step in plan.mappings):
         raise ValueError(
-            "steps: online=True cannot stand beside sequential() or correct_error(): leave one of them out"
+            "steps: online=True cannot stand beside sequential() or correct_error(); leave one out"
         )
     memory_limit = passes.memory_bytes(memory)
     passes.check_batches(

@@ -20,6 +20,7 @@ from digests.common import KEY, coarse, f32, files_of, folder, jc
 from digests.emulated import whole
 from digests.face import facts
 from digests.training import meshed
+from jchop._quantized.program.adapters import AdaptedParam
 
 RECIPES = ("float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp", "float8_delayed", "mxfp8", "mxfp4",
            "mxfp4_quartet", "nvfp4", "deepseek_fp8", "int8", "int8_stochastic", "ibm_fp8", "ibm_hybrid_fp8", "wage")
@@ -248,8 +249,8 @@ def adapters() -> Iterator[Call]:
 
     def kept() -> Any:
         with folder() as where:
-            n.save_lora(folder=where, model=added())
-            return files_of(where), n.load_lora(folder=where, model=base(), rngs=rngs(5))
+            n.save_lora(path=where, model=added())
+            return files_of(where), n.load_lora(path=where, model=base(), rngs=rngs(5))
 
     yield Call("nn.save_lora", kept, loose=True)
 
@@ -264,7 +265,7 @@ def adapters() -> Iterator[Call]:
         return low(adapted, x), jax.tree.leaves(again), jax.tree.leaves(n.lora_mask(model=adapted)), n.merge_lora(adapted), [str(k) for k in facts(one)], jax.tree.leaves(one)
 
     yield Call("nn.lora function", function, loose=True)
-    yield Call("nn.AdaptedParam", lambda: jax.tree.leaves(n.AdaptedParam(base=jnp.ones((2, 2)), adapter=None)))
+    yield Call("nn.AdaptedParam", lambda: jax.tree.leaves(AdaptedParam(base=jnp.ones((2, 2)), adapter=None)))  # type: ignore[arg-type]
     yield from linen()
 
 
@@ -276,7 +277,7 @@ def linen() -> Iterator[Call]:
         def __call__(self, x: Any) -> Any:
             return nn.Dense(4)(nn.relu(nn.Dense(16)(x)))
 
-    l, x, keys = jc.nn.linen, f32(X), {"rounding": KEY}  # noqa: E741
+    n, x, keys = jc.nn, f32(X), {"rounding": KEY}
     for name, rule in {"w4": W4, "w8a8": {"weight": "int8(group=all)", "activation": "int8(group=all)"}, "noisy": {"weight": "e4m3:stochastic"},
                        "lsq": {"weight": "int4(group=16)", "scale_from": jchop.LSQ()}}.items():
 
@@ -297,28 +298,28 @@ def linen() -> Iterator[Call]:
 
     noisy = program({"weight": "e4m3:stochastic"})
     yield Call("linen.Quantized.key", lambda: [noisy.key(keys), program(W4).key(None)])
-    yield Call("linen.Quantized.apply_with_key", lambda: noisy.apply_with_key(noisy.key(keys), v(), (x,), None, {}), loose=True)
+    yield Call("linen.Quantized.apply stochastic", lambda: noisy.apply(v(), x, rngs=keys), loose=True)
     yield Call("linen.Quantized.traced", lambda: program(W4).traced(v(), (x,), None, {})[0].paths)
 
     def packed() -> Any:
-        low = l.quantize(Tower(), jc.Rule(**W4))
+        low = n.quantize(Tower(), jc.Rule(**W4))
         one = low.pack(v(), x)["params"]["Dense_0"]["kernel"]
         return jax.tree.leaves(one), facts(one), jc.dequantize(one, dtype="bfloat16")
 
     yield Call("linen.pack", packed)
 
     def adapted() -> Any:
-        low = l.quantize(Tower(), jc.Rule(**W4))
+        low = n.quantize(Tower(), jc.Rule(**W4))
         plain = v()
-        module, variables = l.add_lora(low, low.pack(plain, x), jc.nn.LoraRule("*", rank=2, init="loftq"), x, key=KEY, original=plain, rngs=keys)
+        packed = low.pack(plain, x)
+        variables = n.add_lora(packed, n.LoraRule("*", rank=2, init="loftq"), fun=low, inputs=(x,), key=KEY, original=plain)
         with folder() as where:
-            l.save_lora(folder=where, adapted=module, variables=variables)
+            n.save_lora(where, variables)
             kept = files_of(where)
-            again = l.load_lora(folder=where, module=low, variables=low.pack(plain, x))[1]
-        merged = l.merge_lora(module, variables, x, requantize=True, rngs=keys)[1]
-        built = l.Adapted(module=low, rules=(("Dense_0", jc.nn.LoraRule("*", rank=2)),))
-        split = l.split_lora(adapted=module, variables=variables)
-        return variables, module.apply(variables, x, rngs=keys), kept, again, merged, type(built).__name__, split[1:]
+            again = n.load_lora(where, packed, fun=low, inputs=(x,))
+        merged, split = n.merge_lora(variables, requantize=True), n.split_lora(variables)
+        arrays = lambda v: {**v, "lora": {name: {"lora_a": own["kernel"].lora_a, "lora_b": own["kernel"].lora_b} for name, own in v["lora"].items()}}
+        return arrays(variables), low.apply(variables, x, rngs=keys), kept, arrays(again), merged, "Adapted", split
 
     yield Call("linen.lora", adapted, loose=True)
 

@@ -73,7 +73,7 @@ def rounded(x: np.ndarray, axis: int) -> np.ndarray:
 
 def test_one_layer_against_numpy() -> None:
     params, x = problem((24, 6))
-    packed, report = jc.quantize_fn(dense, W8A8).pack(params, batches=[x[:5], steps=x[5:]], [SMOOTH], return_report=True)
+    packed, report = jc.quantize_fn(dense, W8A8).pack(params, batches=[x[:5], x[5:]], steps=[SMOOTH], return_report=True)
     w, wide = np.asarray(params["w"]), np.asarray(x)
     s = np.sqrt(np.abs(wide).max(0)) / np.sqrt(np.abs(w).max(1))
     q = packed["w"]
@@ -132,10 +132,11 @@ def turns_have_factors_of_their_own() -> None:
     params = {"w": jnp.asarray(np.random.default_rng(2).normal(size=(3, 8, 8)), jnp.float32)}
     x = jnp.asarray(np.random.default_rng(3).normal(size=(32, 8)), jnp.float32)
     fun = lambda p, x: lax.scan(lambda h, w: (jnp.sin(h @ w), None), x, p["w"])[0]  # noqa: E731
+    eight = jc.quantize_fn(fun, jc.Rule(weight="int8(group=all)"))
     for steps in ([SMOOTH], [jc.ptq.awq(online=True), jc.ptq.gptq()]):
-        packed, report = jc.quantize_fn(fun, jc.Rule(weight="int8(group=all)")).pack(params, batches=[x], steps=steps, return_report=True)
+        packed, report = eight.pack(params, batches=[x], steps=steps, return_report=True)
         assert packed["w"].input_factors.shape == (3, 8, 1) and len(report.weights) == 3
-    packed = jc.quantize_fn(fun, jc.Rule(weight="int8(group=all)")).pack(params, batches=[x], steps=[SMOOTH])
+    packed = eight.pack(params, batches=[x], steps=[SMOOTH])
     h = np.asarray(x, np.float64)
     for turn, w in enumerate(np.asarray(params["w"], np.float64)):
         factors = np.sqrt(np.abs(w).max(1) / np.abs(h).max(0))

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from flax.core.scope import in_filter
@@ -24,8 +25,9 @@ from jax import lax
 from jchop._common.checks import check
 from jchop._common.settings import split_prng_key
 from jchop._quantized.products.operand_layout import check_finite, check_layout_axes, norm_scale_spec, round_in_layout
-from jchop._quantized.products.rule import ROUNDING_FIELDS, Location, Rule, is_stochastic, param_rule_index, rule_index
+from jchop._quantized.products.rule import Location, Rule, is_stochastic, param_rule_index, rule_index
 from jchop._quantized.products.scale_from import LSQ
+from jchop._quantized.program.adapters import AdaptedParam, LoraAdapter
 from jchop._quantized.program.call import (
     CallArguments,
     batch_arguments,
@@ -159,29 +161,6 @@ def norm_roundings(rules: Sequence[Rule], calls: Mapping[LinenPath, ModuleCall])
         if scale is not None or rule.activation is not None:
             norms[path] = NormRounding(number, scale)
     return norms
-
-
-def rules_excluding_layers(
-    rules: Sequence[Rule], layers: Sequence[str], calls: Mapping[LinenPath, ModuleCall]
-) -> tuple[Rule, ...]:
-    """Rules that leave some layers alone, without those that then match none, and fields that then say nothing."""
-    all_rules = (Rule(" ".join(f"/{path}/" if path else "/" for path in layers)), *rules)
-    norms, used = norm_roundings(rules, calls), dict[int, set[str]]()
-    for path, call in calls.items():
-        numbers = {call.rule_number(path, all_rules)}
-        for name in call.shapes:
-            operation = _OPERATIONS.get(call.cls, "")
-            numbers.add(param_rule_index("/".join((*path, name)), all_rules, call.cls.__name__, operation))
-        fields: Iterable[str] = ROUNDING_FIELDS if call.shapes else ()
-        if call.cls in _NORMS:
-            fields = ("bias", "output", *(("weight", "activation") if path in norms else ()))
-        elif call.cls in _ATTENTIONS:
-            fields = [name for name in ROUNDING_FIELDS if name not in ("weight", "bias", "output", "scale_from")]
-        for number in numbers if fields else ():
-            if number is not None:
-                used.setdefault(number, set()).update(fields)
-    idle = {number: dict.fromkeys(name for name in ROUNDING_FIELDS if name not in used[number]) for number in used}
-    return tuple(replace(rule, **idle[number]) for number, rule in enumerate(all_rules) if number in used)
 
 
 # -- the interceptor ---------------------------------------------------------------------------------------------------
@@ -406,16 +385,21 @@ class Quantized:
         Args:
             variables: variables of the module, packed or not, with the scales that rules keep.
             args: arguments of the module.
-            rngs: streams of keys by name, with that which a stochastic rule names.
+            rngs: streams of keys by name, with that which a stochastic rule names. With a stream ``"dropout"`` adapters
+                have the dropout of their rules.
             kwargs: of the module and of Linen's `apply`.
 
         Raises:
             ValueError: as `jchop.quantize_fn`; for an `output` or a `cache` without effect.
         """
-        return self.apply_with_key(self.key(rngs), variables, args, rngs, kwargs)
-
-    def apply_with_key(self, key: jax.Array | None, variables: Any, args: Any, rngs: Any, kwargs: Any) -> Any:
-        """As `apply`, with the key of the program: without stochastic rules it is for the dropout of adapters."""
+        key, adapters = self.key(rngs), lora_adapters(variables)
+        if not isinstance(rngs, Mapping) or "dropout" not in rngs:
+            still = {path: replace(one, rule=replace(one.rule, dropout=0.0)) for path, one in adapters.items()}
+            variables = {**variables, LORA_COLLECTION: nest_params(still)} if adapters else variables
+        elif key is None and any(one.rule.dropout for one in adapters.values()):
+            key = rngs["dropout"]
+            typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+            key = key if typed else jax.random.wrap_key_data(key)
         function, operands, scales, _ = self._prepare(variables, args, rngs, kwargs)
         if not scales.stats or not in_filter(kwargs.get("mutable", False), SCALE_COLLECTION):
             call_scales = scales if self._keeps or scales.stats else None
@@ -492,7 +476,10 @@ class Quantized:
     def _split_variables(self, variables: Any) -> tuple[Any, dict[str, Any], Scales]:
         """The parameters, the other collections, and the kept scales."""
         collections = dict(variables)
-        params = collections.pop("params", {})
+        params = linen_params_with_adapters(collections)
+        collections.pop("params", None)
+        if lora_adapters(collections):
+            del collections[LORA_COLLECTION]
         if CACHE_COLLECTION in collections:  # as arrays: a function of parameters is given numbers for codes
             collections[CACHE_COLLECTION] = jax.tree.flatten(collections[CACHE_COLLECTION])
         stats: dict[str, Any] = flatten_dict(dict(collections.pop(SCALE_COLLECTION, {})), sep="/")  # type: ignore[assignment]
@@ -608,6 +595,33 @@ def _map_norm_scales(params: Any, norms: Norms, rules: tuple[Rule, ...], rngs: A
     return nest_params(leaves) if scaled else params
 
 
+#: The collection of adapters, each at the path of its parameter.
+LORA_COLLECTION = "lora"
+
+
+def lora_adapters(variables: Any) -> dict[str, LoraAdapter]:
+    """The adapters among variables, by the paths of their parameters."""
+    collection = variables.get(LORA_COLLECTION, {})
+    leaves = flat_params(collection) if isinstance(collection, Mapping) else {}
+    return leaves if all(isinstance(leaf, LoraAdapter) for leaf in leaves.values()) else {}
+
+
+def linen_params_with_adapters(variables: Any) -> Any:
+    """The parameters among variables, those with adapters as `AdaptedParam`.
+
+    Raises:
+        ValueError: for an adapter of a parameter that is not there.
+    """
+    params, adapters = variables.get("params", {}), lora_adapters(variables)
+    leaves = flat_params(params) if adapters else {}
+    for path, adapter in adapters.items():
+        check(path in leaves, f"variables: {path!r} has an adapter, and no parameter")
+        value = nn.meta.unbox(leaves[path])
+        base = value.base if isinstance(value, AdaptedParam) else value
+        leaves[path] = with_box_of(leaves[path], AdaptedParam(base, adapter))
+    return nest_params(leaves) if adapters else params
+
+
 def flat_params(params: Any) -> dict[str, Any]:
     """Parameters by path, with their boxes."""
     is_box = lambda _, x: isinstance(x, nn.meta.AxisMetadata)  # noqa: E731
@@ -626,6 +640,8 @@ def with_box_of(leaf: Any, value: Any) -> Any:
 
 def _param_and_scale_collections(params: Any, scales: Scales) -> dict[str, Any]:
     """The collections that hold parameters and kept scales."""
+    is_adapted = lambda leaf: isinstance(leaf, AdaptedParam)  # noqa: E731
+    params = jax.tree.map(lambda leaf: leaf.base if is_adapted(leaf) else leaf, params, is_leaf=is_adapted)
     if scales.learned:
         params = nest_params({**flat_params(params), **scales.learned})
     return {"params": params, **({SCALE_COLLECTION: nest_params(scales.stats)} if scales.stats else {})}
