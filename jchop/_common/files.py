@@ -11,6 +11,7 @@ import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any
@@ -257,6 +258,14 @@ def require_extra(purpose: str, extra: str, packages: tuple[str, ...]) -> None:
 
 #: The most entries of an object. A text may have four lists and objects, and six strings, for each of so many.
 MOST_ENTRIES = 1 << 18
+
+
+def distribution_version(name: str) -> str | None:
+    """The version of an installed distribution; None if it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def json_object(text: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from flax import nnx
 from jchop._common.on_demand import on_demand
 from jchop._quantized.program.adapters import AdaptedParam
 from jchop.nn import linen
-from jchop.nn._arrays import load, quantize_params, save, shard
+from jchop.nn._arrays import quantize_params, shard
 from jchop.nn._fit import Folded, calibrate, correct_biases, fold_batch_norms
 from jchop.nn._nnx.layers import QUANTIZED_CLASSES, quantize
 from jchop.nn._nnx.lora import Adapted, add_lora, load_lora, merge_lora, save_lora, split_lora
@@ -45,7 +45,6 @@ RMSNorm: Any = QUANTIZED_CLASSES[nnx.RMSNorm]
 SimpleCell: Any = QUANTIZED_CLASSES[nnx.SimpleCell]
 
 if TYPE_CHECKING:
-    from jchop._checkpoints.models import load_checkpoint, save_checkpoint
     from jchop._insight.layers import LayerTuning, Sensitivity, SensitivityRow, TunedLayer, sensitivity, tune
     from jchop.ptq._models import quantize_with_data
 
@@ -53,13 +52,18 @@ __getattr__, __dir__ = on_demand(
     __name__,
     (),
     {
-        "jchop._checkpoints.models": ("load_checkpoint", "save_checkpoint"),
         "jchop._insight.layers": ("LayerTuning", "Sensitivity", "SensitivityRow", "TunedLayer", "sensitivity", "tune"),
         "jchop.ptq._models": ("quantize_with_data",),
     },
     {
         name: f"jchop.{name}"
         for name in ("Rule", "LSQ", "DelayedScaling", "MovingAverage", "KVCache", "dot_product_attention")
+    }
+    | {
+        "save": "jchop.save(path, model)",
+        "load": "jchop.load(path, like=model)",
+        "save_checkpoint": "jchop.save_checkpoint(path, model, layout)",
+        "load_checkpoint": "jchop.load_checkpoint(path, like=model)",
     },
 )
 
@@ -102,8 +106,6 @@ __all__ = [
     "fold_batch_norms",
     "keep_wide",
     "linen",
-    "load",
-    "load_checkpoint",
     "load_lora",
     "lora_mask",
     "merge_lora",
@@ -112,8 +114,6 @@ __all__ = [
     "quantize_with_data",
     "recipe",
     "report",
-    "save",
-    "save_checkpoint",
     "save_lora",
     "sensitivity",
     "shard",

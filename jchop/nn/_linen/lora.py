@@ -33,7 +33,7 @@ from jchop.nn._trees.lora import (
     program_adapter_targets,
     tree_with_adapters,
 )
-from jchop.storage import dequantize_params
+from jchop.storage import dequantize
 
 Array = jax.Array
 
@@ -184,7 +184,7 @@ def merge_lora(
     names = params_unpacked_by_merge(params, requantize)
     if not names:
         return module, result
-    calls = module_calls(low.module, dequantize_params(base), args, rngs, kwargs)
+    calls = module_calls(low.module, dequantize(base), args, rngs, kwargs)
     remaining = rules_excluding_layers(low.rules, [_layer_name(name) for name in names], calls)
     return (Quantized(low.module, remaining) if any(rule.rounds for rule in remaining) else low.module), result
 
