@@ -206,7 +206,8 @@ def as_path(name: str, value: object) -> Path:
     Raises:
         TypeError: if it is none.
     """
-    return Path(check_instance(name, value, str | os.PathLike, "a path: a text or a pathlib.Path"))  # type: ignore[arg-type]
+    words = f"a path{', which comes first' if name == 'path' else ''}: a text or a pathlib.Path"
+    return Path(check_instance(name, value, str | os.PathLike, words))  # type: ignore[arg-type]
 
 
 def part_path(path: Path, token: str) -> Path:

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from jchop._common.bit_ops import CARRIERS
-from jchop._common.checks import check, place_in_errors
+from jchop._common.checks import check, keyword_hints, place_in_errors
 from jchop._common.files import as_path, json_object, short_text
 from jchop._common.on_demand import is_module_of, load_name
 from jchop._round.arguments import has_tracer
@@ -102,6 +102,7 @@ def save(path: str | os.PathLike[str], tree: Any, *, metadata: Mapping[str, str]
     safetensors.write_tensors(path, entries, texts, lambda name: np.asarray(tensors[name]))
 
 
+@keyword_hints({"nested": "nothing: load gives the saved dicts and lists; load_checkpoint gives arrays by name"})
 def load(path: str | os.PathLike[str], like: Any = None) -> Any:
     """Reads a safetensors file of `save` or any other program.
 
@@ -407,7 +408,7 @@ def leaves_by_name(tree: Any, kinds: Any = QArray) -> list[tuple[str, tuple[Any,
     refuse_qarray_dicts("tree", tree)
     leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, kinds))[0]
     if tree is None or (leaves and not leaves[0][0]):
-        check(not hasattr(tree, "dtype"), "a single array has no name; pass a dict: {'name': array}")
+        check(not hasattr(tree, "shape"), "a single array has no name; pass a dict: {'name': array}")
         raise TypeError(
             f"a {type(tree).__name__} is no container of arrays, and no module of Flax NNX or Equinox; of a "
             "module of Linen, pass the variables"
