@@ -89,6 +89,29 @@ def test_nan_comes_back(tmp_path: Path) -> None:
     np.testing.assert_array_equal(loaded.layers[0].bias[...], [1.0, np.nan, -2.0])
 
 
+def test_trees_and_modules_of_equinox_are_filled(tmp_path: Path) -> None:
+    q = jc.quantize(jnp.linspace(-1, 1, 256).reshape(8, 32), INT4)
+    save_checkpoint(
+        tmp_path / "t", {"up": {"weight": q}, "bias": jnp.ones(8), "more": jnp.ones(1)}, "compressed-tensors"
+    )
+    where = NamedSharding(jax.make_mesh((1,), ("x",), devices=jax.devices()[:1]), P("x", None))
+    tree = {"up": [jax.ShapeDtypeStruct((8, 32), jnp.bfloat16, sharding=where)], "bias": np.zeros(8, np.float16)}
+    names = {"up.0": "up.weight", "bias": "bias"}
+    filled = load_checkpoint(tmp_path / "t", like=tree, names=names.__getitem__, skip="more")
+    np.testing.assert_array_equal(jc.dequantize(filled["up"][0], "float32"), jc.dequantize(q))
+    assert (filled["up"][0].dtype, filled["bias"].dtype) == (jnp.bfloat16, jnp.float16)
+    assert filled["up"][0].qvalue.sharding == where
+    for wrong, said in (({"up": {"weight": q}}, "no parameter for 'bias'"), ({"low": q}, "has no 'low'")):
+        with pytest.raises(ValueError, match=said):
+            load_checkpoint(tmp_path / "t", like=wrong, skip="more")
+    eqx = pytest.importorskip("equinox")
+    make = lambda seed: eqx.nn.MLP(4, 2, 8, 1, key=jax.random.key(seed))  # noqa: E731
+    save_checkpoint(tmp_path / "e", make(0), "plain")
+    assert load_checkpoint(tmp_path / "e")["layers.0.weight"].shape == (8, 4)
+    loaded = load_checkpoint(tmp_path / "e", like=eqx.filter_eval_shape(make, 1))
+    np.testing.assert_array_equal(loaded(jnp.ones(4)), make(0)(jnp.ones(4)))
+
+
 def test_numbers_beyond_the_range_of_the_model_are_refused(tmp_path: Path) -> None:
     """With that error alone, and no warning of an overflow."""
     tensors = {"layers.0.weight": jnp.eye(2), "layers.0.bias": jnp.asarray([1e6, 0.0])}
@@ -114,7 +137,7 @@ def refusals(model: Any, tmp_path: Path) -> None:
         save_checkpoint(tmp_path / "a", jc.nn.add_lora(model, LoraRule("again", rank=2), rngs=nnx.Rngs(0)), "plain")
     with pytest.raises(ValueError, match="names gives 'x' to two"):
         save_checkpoint(tmp_path / "x", model, "plain", names=lambda name: "x")
-    with pytest.raises(TypeError, match="model=None must be a module"):
+    with pytest.raises(TypeError, match="a NoneType is no container of arrays"):
         save_checkpoint(tmp_path / "x", None, "plain")  # type: ignore[arg-type]
     wide = nnx.Sequential(nnx.Linear(32, 8, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match=r"has no 'layers\.0\.bias', and 2 are missing"):
@@ -122,7 +145,7 @@ def refusals(model: Any, tmp_path: Path) -> None:
     names = {"layers.0.bias": "again.bias", "layers.0.kernel": "", "layers.0.weight": "again.weight"}
     with pytest.raises(ValueError, match=r"no parameter for 'embed\.weight' and 2 more"):
         load_checkpoint(tmp_path / "plain", like=wide, names=names.__getitem__)
-    with pytest.raises(ValueError, match=r"'again\.bias' has shape \[32\], and 'layers/0' of the model \[8\]"):
+    with pytest.raises(ValueError, match=r"'again\.bias' has shape \[32\], and the model has \[8\] for it"):
         load_checkpoint(tmp_path / "plain", like=wide, names=names.__getitem__, skip="{embed,norm,gain}")
     with pytest.raises(ValueError, match=r"in float32 has numbers that bfloat16 .* param_dtype=float32"):
         load_checkpoint(tmp_path / "plain", like=Net(nnx.Rngs(0), jnp.bfloat16))
@@ -131,8 +154,9 @@ def refusals(model: Any, tmp_path: Path) -> None:
     jc.save_checkpoint(tmp_path / "own", tree, "jchop")
     with pytest.raises(ValueError, match="gain of Net at '' is packed in the checkpoint"):
         load_checkpoint(tmp_path / "own", like=like())
-    with pytest.raises(TypeError, match="like=None must be"):
-        load_checkpoint(tmp_path / "plain", like=None)  # type: ignore[type-var]
+    for options in ({"like": like(), "strict": False}, {"names": str.lower}):
+        with pytest.raises(ValueError, match="has no effect"):
+            load_checkpoint(tmp_path / "plain", **options)  # type: ignore[arg-type]
 
 
 @each("layout", ["jchop", "compressed-tensors", "gptq", "awq"])
