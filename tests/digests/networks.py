@@ -228,8 +228,8 @@ def files() -> Iterator[Call]:
         def written(layout: str = layout, spec: str = spec, net: Any = net) -> Any:
             low = n.quantize(net(), jc.Rule(weight=spec), "ptq")
             with folder() as where:
-                n.save_checkpoint(path=where, model=low, layout=layout, names=lambda s: f"m.{s}", config={"a": 1}, exact=False, shard_bytes=4096)
-                again = n.load_checkpoint(path=where, like=net(), layout=layout, names=lambda s: f"m.{s}", ignore="*.none", exact=False)
+                jc.save_checkpoint(path=where, tree=low, layout=layout, names=lambda s: f"m.{s}", config={"a": 1}, exact=False, shard_bytes=4096)
+                again = jc.load_checkpoint(path=where, like=net(), layout=layout, names=lambda s: f"m.{s}", skip="*.none", exact=False)
                 return files_of(where), again
 
         yield Call(f"nn.save_checkpoint {layout}", written, loose=True)
