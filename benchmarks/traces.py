@@ -54,8 +54,8 @@ def program(name: str) -> Callable[[], Any]:
         state = tx.init(params)
         return lambda: tx.update(params, state, params)
     folder = Path(tempfile.mkdtemp())
-    jc.storage.save_checkpoint({"a.weight": jc.quantize(x, "int4(group=32,scale=float16)")}, folder, layout="gptq")
-    return lambda: jc.storage.load_checkpoint(folder)
+    jc.save_checkpoint(folder, {"a.weight": jc.quantize(x, "int4(group=32,scale=float16)")}, layout="gptq")
+    return lambda: jc.load_checkpoint(folder)
 
 
 def trace(name: str) -> None:

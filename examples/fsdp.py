@@ -53,7 +53,7 @@ def in_int8(gradients: _Tree) -> _Tree:
 
 def in_fp8(parts: _Tree) -> _Tree:
     codes = jc.distributed.unshard(jc.distributed.quantize_parts(parts, "rank", FP8), "rank")
-    return jc.storage.dequantize_params(codes)
+    return jc.dequantize(codes)
 
 
 WAYS = {

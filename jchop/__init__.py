@@ -6,28 +6,21 @@ Which values (format), which neighbour (rounding, overflow): each question is an
 
 import typing as _typing
 
-from jchop import formats, storage
+from jchop import formats
 from jchop._common.on_demand import on_demand as _on_demand
 from jchop._round.flip import flip_bits
 from jchop._round.round_to_format import random_bits, round_to_format
 from jchop._spec.accumulation import TENSOR_CORES, MatmulSpec, Order, TensorCore, tensor_core
 from jchop._spec.spec import Gradient, Spec, finfo
 from jchop.formats.rounding import Overflow, Rounding
-from jchop.storage import (
-    QArray,
-    dequantize,
-    fit_scale,
-    from_qwix,
-    load_safetensors,
-    quantize,
-    save_safetensors,
-    to_qwix,
-)
+from jchop.storage import QArray, dequantize, fit_scale, from_qwix, load, quantize, save, to_qwix
 
 __version__ = "0.1.0"
 
 if _typing.TYPE_CHECKING:
     from jchop import math
+    from jchop._checkpoints.checkpoint import load_checkpoint
+    from jchop._checkpoints.writer import save_checkpoint
     from jchop._emulate.emulate import EmulatedFunction, emulate
     from jchop._insight.compare import Comparison, compare
     from jchop._insight.probe import Probe, probe
@@ -48,6 +41,8 @@ __getattr__, __dir__ = _on_demand(
     __name__,
     ("compat", "distributed", "math", "matlab", "nn", "optim", "plot", "ptq", "sparsity", "study", "torch"),
     {
+        "jchop._checkpoints.checkpoint": ("load_checkpoint",),
+        "jchop._checkpoints.writer": ("save_checkpoint",),
         "jchop._serving.attention": ("dot_product_attention",),
         "jchop._serving.kv_cache": ("KVCache",),
         "jchop._insight.compare": ("Comparison", "compare"),
@@ -73,6 +68,9 @@ __getattr__, __dir__ = _on_demand(
         "Format": "jchop.formats.FloatFormat(exp_bits, frac_bits)",
         "parse": "jchop.Spec(text)",
         "blame": "jchop.emulate(fun, spec).blame(*args)",
+        "save_safetensors": "jchop.save(path, tree)",
+        "load_safetensors": "jchop.load(path) or jchop.load(path, like=tree)",
+        "dequantize_params": "jchop.dequantize(params)",
     },
 )
 
@@ -110,7 +108,8 @@ __all__ = [
     "flip_bits",
     "formats",
     "from_qwix",
-    "load_safetensors",
+    "load",
+    "load_checkpoint",
     "math",
     "probe",
     "quantize",
@@ -119,9 +118,9 @@ __all__ = [
     "random_bits",
     "round_file",
     "round_to_format",
-    "save_safetensors",
+    "save",
+    "save_checkpoint",
     "significant_digits",
-    "storage",
     "tensor_core",
     "to_qwix",
     "tune",

@@ -17,7 +17,7 @@ import numpy as np
 from checkpoint_layouts import CASES, GGUF_SIZES, Case, gguf_blocks, gguf_file, pack_file
 from hostile_files import MEBIBYTE, SECONDS, Hang, altered, dumped, memory, mutant
 
-from jchop.storage import load_checkpoint
+from jchop import load_checkpoint
 
 _NAMES = ["config.json", "model.safetensors.index.json"]
 

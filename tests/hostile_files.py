@@ -49,7 +49,7 @@ def originals() -> list[tuple[dict[str, Any], bytes]]:
     ]
     path, found = Path("original.safetensors"), []
     for tree in trees:
-        jc.save_safetensors(path, tree, metadata={"format": "pt"})
+        jc.save(path, tree, metadata={"format": "pt"})
         data = path.read_bytes()
         length = int.from_bytes(data[:8], "little")
         found.append((json.loads(data[8 : 8 + length]), data[8 + length :]))
@@ -172,7 +172,7 @@ def faults(path: Path, *, quantizing: bool) -> list[str]:
         if (status, len(lines)) not in ((0, 0), (2, 1)):
             raise AssertionError(f"status {status}, {len(lines)} lines")
 
-    calls = [lambda: jc.load_safetensors(path), lambda: jc.load_safetensors(path, nested=True), inspect]
+    calls = [lambda: jc.load(path), lambda: jc.load_checkpoint(path), inspect]
     if quantizing:
         target = path.with_name("out.safetensors")
         calls.append(lambda: quantize_file(path, target, [TensorRule(".*", jc.Spec("bfloat16"))]))

@@ -21,6 +21,7 @@ import jchop as jc
 from jchop import matlab
 from jchop.compat import piquant, pychop
 from jchop.compat.qtorch import quant as qtorch
+from jchop.storage import fit_half_quadratic
 
 further = Further()
 
@@ -148,7 +149,7 @@ def fit() -> Any:
     affine = "uint4(group=16,zero_point=float)"
     return (
         [jc.fit_scale(x(), f"int4(group=16,rule={rule})") for rule in ("absmax", "mse")],
-        jc.storage.fit_half_quadratic(x(), affine),
+        fit_half_quadratic(x(), affine),
         q[1:],
         q.T,
         q.reshape(3, 2, 16),
@@ -426,7 +427,7 @@ for name, make in TRANSFORMATIONS.items():
 @case("optim packed parameters")
 def optim_packed() -> Any:
     packed = {"w": jc.quantize(x(), "int8(channel=0):stochastic", key())}
-    grads = jax.grad(lambda p: jnp.sum(p["w"] ** 2))(jc.storage.dequantize_params(packed))
+    grads = jax.grad(lambda p: jnp.sum(p["w"] ** 2))(jc.dequantize(packed))
     return jc.optim.apply_updates(packed, grads, key())
 
 

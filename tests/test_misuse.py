@@ -18,6 +18,7 @@ import jchop as jc
 import jchop.matlab
 from jchop.compat import piquant, pychop
 from jchop.compat.qtorch import quant as qtorch
+from jchop.storage import fit_half_quadratic
 
 X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
 MASKED = np.ma.masked_array(X, X > 0)
@@ -113,8 +114,8 @@ ELEMENTS: list[Row] = [
 STORAGE: list[Row] = [
     (lambda: jc.quantize(MASKED, "int8(channel=0)"), "x is a masked array"),
     (lambda: jc.fit_scale(MASKED, "int8(channel=0)"), "x is a masked array"),
-    (lambda: jc.storage.fit_half_quadratic(MASKED, HQQ), "x is a masked array"),
-    (lambda: jc.storage.fit_half_quadratic(X, HQQ, iterations=0), "iterations=0"),
+    (lambda: fit_half_quadratic(MASKED, HQQ), "x is a masked array"),
+    (lambda: fit_half_quadratic(X, HQQ, iterations=0), "iterations=0"),
     (lambda: jc.quantize(X, "int8(channel=2)"), "axis 2"),
     (lambda: jc.quantize(X, "int8(channel=0)", scale=-1.0), r"scale is -1\.0"),
     (lambda: jc.dequantize(stored(), dtype="int32"), "dtype='int32'"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -41,6 +43,22 @@ def product(params: Any, x: Any) -> Any:
     return x @ params["w"]
 
 
+def restored(tree: Any, like: Any = None) -> Any:
+    """What `load` gives of what `save` wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        jc.save(path := Path(folder) / "x.safetensors", tree)
+        return jc.load(path, like)
+
+
+def decoded(spec: str) -> float:
+    """The largest error of numbers that are decoded by hand: codes times scales."""
+    q = jc.quantize(jnp.linspace(-1, 1, 32), spec)
+    scales = jc.Spec(spec).scaled.scale.decode(q.scale[0] if isinstance(q.scale, tuple) else q.scale)  # type: ignore
+    scales = scales * np.float64(q.scale[1]) if isinstance(q.scale, tuple) else scales
+    numbers = q.spec.element.decode(q.codes).reshape(scales.size, -1) * scales[:, None]
+    return float(np.abs(numbers.ravel().astype(np.float32) - np.asarray(jc.dequantize(q))).max())
+
+
 WORKS: dict[str, tuple[Callable[[], Any], Any]] = {
     "a spec is its text": (lambda: repr(jc.Spec("e4m3fn:sr")), "Spec('float8_e4m3fn:stochastic')"),
     "its repr reads back": (lambda: eval(repr(jc.Spec("mxfp4:sr")), {"Spec": jc.Spec}), jc.Spec("mxfp4:stochastic")),
@@ -63,6 +81,12 @@ WORKS: dict[str, tuple[Callable[[], Any], Any]] = {
         (8, 4),
     ),
     "a module of Linen": (lambda: type(jc.nn.quantize(linen.Dense(4), "int8")).__name__, "Quantized"),
+    "a tree in a file": (lambda: restored({"a": [W]})["a"][0].shape, (8, 4)),
+    "a model in a file": (lambda: restored(model(), like=model()).kernel.shape, (8, 4)),
+    "a packed model in a file": (lambda: restored(jc.nn.quantize(model(), "int8", "ptq"))["kernel"].shape, (8, 4)),
+    "numbers of a tree": (lambda: jc.dequantize({"w": jc.quantize(W, "int8"), "b": X})["w"].shape, (8, 4)),
+    "mxfp4 by hand": (lambda: decoded("mxfp4"), 0.0),
+    "nvfp4 by hand": (lambda: decoded("nvfp4"), 0.0),
     "options by position": (lambda: str(jc.Spec("e4m3fn", "stochastic")), "float8_e4m3fn:stochastic"),
 }
 
@@ -116,6 +140,19 @@ ANSWERED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "nn.correct_biases": (lambda: untyped.nn.correct_biases, r"steps=\[jchop.ptq.correct_biases\(\)\]"),
     "a program to pack": (lambda: jc.nn.quantize(Scores(), "int8", "ptq"), r"^inputs=None: pass inputs=\(x,\)"),
+    "save_safetensors": (lambda: untyped.save_safetensors("x", {"w": W}), r"write jchop.save\(path, tree\)"),
+    "load_safetensors": (lambda: untyped.load_safetensors("x"), r"write jchop.load\(path\)"),
+    "a file of a model": (lambda: untyped.nn.save("x", model()), r"write jchop.save\(path, model\)"),
+    "a checkpoint of a model": (lambda: untyped.nn.load_checkpoint("x", model()), r"write jchop.load_checkpoint\(path"),
+    "the tree before the path": (lambda: untyped.save({"w": W}, "x.safetensors"), "must be a path, which comes first"),
+    "a checkpoint before its path": (
+        lambda: untyped.save_checkpoint({"w": W}, "x", "gptq"),
+        "must be a path, which comes first",
+    ),
+    "like= by position": (lambda: untyped.load_checkpoint("x", model()), "what is to be filled is like="),
+    "nested=": (lambda: untyped.load("x", nested=True), "load gives the saved dicts and lists"),
+    "a model of Linen in a file": (lambda: jc.save("x", linen.Dense(4)), "of a module of Linen, pass the variables"),
+    "dequantize_params": (lambda: untyped.dequantize_params({}), r"write jchop.dequantize\(params\)"),
     "integers": (lambda: jc.round_to_format(jnp.arange(3), "bf16"), r"x.astype\('float32'\)"),
 }
 

@@ -61,7 +61,7 @@ SHARED_NAMES = {
     *("ChopSTE", "ChopfSTE", "ChopiSTE", "LightChop", "OptimLP", "Quantizer"),
     *("blame", "report", "sensitivity", "tune", "ParameterRow"),
     *("clip", "dot", "einsum", "matmul", "round_to_format"),
-    *("dequantize", "quantize", "load_checkpoint", "save_checkpoint", "save"),
+    *("dequantize", "quantize", "save"),
 }
 
 # What the hard dependencies are, and where each of the others may be imported.

@@ -91,17 +91,17 @@ def whole_way(config: Config, folder: Path, cache: str, *, steps: int, tuning: i
     model = Llama(config, rngs=nnx.Rngs(0))
     train(model, code, optax.adam(2e-3), wrt=nnx.Param, steps=steps, seed=0)
     table.add("trained", model, "trained")
-    jc.nn.save_checkpoint(folder / "float32", model, "plain", config=fields, shard_bytes=1 << 22)
-    table.add("saved and loaded", jc.nn.load_checkpoint(folder / "float32", shape), "trained")
+    jc.save_checkpoint(folder / "float32", model, "plain", config=fields, shard_bytes=1 << 22)
+    table.add("saved and loaded", jc.load_checkpoint(folder / "float32", like=shape), "trained")
 
     rule = f"{PACKED}.weight={WEIGHT}"
     command = ["quantize", str(folder / "float32"), str(folder / "nearest"), "--rule", rule]
     subprocess.run([sys.executable, "-m", "jchop", *command], check=True, capture_output=True)
-    table.add("jchop quantize", jc.nn.load_checkpoint(folder / "nearest", shape), "trained")
+    table.add("jchop quantize", jc.load_checkpoint(folder / "nearest", like=shape), "trained")
 
     rounded = jc.nn.quantize(model, jc.Rule(PACKED, weight=WEIGHT), "ptq", batches=batches(code, 8, seed=1))
-    jc.nn.save_checkpoint(folder / "gptq", rounded, "compressed-tensors", config=fields)
-    packed = jc.nn.load_checkpoint(folder / "gptq", shape)
+    jc.save_checkpoint(folder / "gptq", rounded, "compressed-tensors", config=fields)
+    packed = jc.load_checkpoint(folder / "gptq", like=shape)
     table.add("GPTQ, loaded", packed, "trained")
 
     adapted = jc.nn.add_lora(packed, jc.nn.LoraRule(PACKED, rank=8, alpha=16), rngs=nnx.Rngs(1))
@@ -114,8 +114,8 @@ def whole_way(config: Config, folder: Path, cache: str, *, steps: int, tuning: i
     table.add("merged, float32", jc.nn.merge_lora(adapted), "fine-tuned (QLoRA)")
     merged = jc.nn.merge_lora(adapted, requantize=True)
     table.add("merged, packed again", merged, "fine-tuned (QLoRA)")
-    jc.nn.save_checkpoint(folder / "merged", merged, "compressed-tensors", config=fields)
-    served = jc.nn.load_checkpoint(folder / "merged", shape)
+    jc.save_checkpoint(folder / "merged", merged, "compressed-tensors", config=fields)
+    served = jc.load_checkpoint(folder / "merged", like=shape)
     table.add("saved and loaded again", served, "merged, packed again")
 
     live = serve(served, config, table.prose[:4], tokens, cache)

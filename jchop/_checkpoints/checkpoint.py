@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-#: The layouts that have no row in the table: jchop's own, GGUF, and tensors that are not quantized.
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,13 +19,28 @@ from jchop._checkpoints.gguf import GGUF_BLOCKS, READABLE_TYPES, GGUFFile, is_gg
 from jchop._checkpoints.table import LAYOUTS, UnreadWeight, code_scale_pairs, detect_layout
 from jchop._common.checks import check, check_bool, check_choice, place_in_errors
 from jchop._common.files import as_path, short_text
-from jchop._common.paths import check_path_pattern, matches_path
-from jchop.storage._array import QArray
+from jchop._common.on_demand import is_module_of, load_name
+from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint
+from jchop.storage._array import QArray, named_sharding_of
 from jchop.storage._files.safetensors import ShardFiles
-from jchop.storage._save import QARRAYS_KEY, join_qarray, qarray_shape_in, qarray_tensor_names, qarrays_in
+from jchop.storage._quantize import StoredAs
+from jchop.storage._save import (
+    QARRAYS_KEY,
+    join_qarray,
+    leaves_by_name,
+    qarray_shape_in,
+    qarray_tensor_names,
+    qarrays_in,
+    split_model,
+)
 
+#: The layouts that have no row in the table: jchop's own, GGUF, and tensors that are not quantized.
 OWN_LAYOUT, GGUF_LAYOUT, PLAIN_LAYOUT = "jchop", "gguf", "plain"
 LAYOUT_NAMES = (*LAYOUTS, GGUF_LAYOUT, OWN_LAYOUT, PLAIN_LAYOUT)
+
+
+#: Gives the name of a tensor in a file for that by its path in a model.
+TensorNaming = Callable[[str], str]
 
 
 class CheckpointItem(NamedTuple):
@@ -176,64 +191,146 @@ def load_checkpoint(
     path: str | os.PathLike[str],
     layout: str = "auto",
     *,
+    like: Any = None,
+    names: TensorNaming | None = None,
     exact: bool = True,
     skip: str | None = None,
     strict: bool = True,
-) -> dict[str, Any]:
-    """Reads a checkpoint of another program, quantized or not, as arrays and QArrays.
+) -> Any:
+    """Reads a checkpoint of another program, quantized or not, as arrays and QArrays by name, or into a model.
 
     The weights stay packed. The numbers of a QArray are those that the layout defines in float32, bit for bit but for
     the sign of zeros, and a weight has the axes (out, in) of its model in every layout.
 
+    In a model of Flax NNX, the layer of a packed weight becomes the one of `jchop.nn` that `jchop.nn.quantize` makes
+    with ``mode="ptq"``, under a rule with the spec of the file. So `jchop.nn.add_lora`, `jchop.save` and
+    `jchop.nn.report` take it as any other. Names and orientations are those of `jchop.save_checkpoint`.
+
     Args:
         path: a safetensors file, a folder with ``model.safetensors`` or ``model.safetensors.index.json`` and possibly
-            ``config.json``, or a GGUF_LAYOUT file.
+            ``config.json``, or a GGUF file.
         layout: ``"compressed-tensors"``, ``"gptq"``, ``"gptq_v2"``, ``"awq"``, ``"fp8"`` (DeepSeek),
-            ``"bitsandbytes"``, ``"torchao"``, ``"mxfp4"`` (gpt-oss), ``"gguf"``, ``"jchop"`` (of `save_safetensors`)
-            or ``"plain"`` (every tensor as it is).
-            Default ``"auto"``: by ``quantization_config`` in ``config.json``, else by the names of the tensors.
+            ``"bitsandbytes"``, ``"torchao"``, ``"mxfp4"`` (gpt-oss), ``"gguf"``, ``"jchop"`` (of `jchop.save`) or
+            ``"plain"`` (every tensor as it is). Default ``"auto"``: by ``quantization_config`` in ``config.json``, else
+            by the names of the tensors.
+        like: a model of Flax NNX with the structure, shapes, dtypes and shardings, not quantized; under
+            `flax.nnx.eval_shape` its construction allocates no arrays. Or a module of Equinox or a container of arrays,
+            which may be abstract, with the axes of the file. Default: none, for arrays by name.
+        names: a function that gives a tensor's name in the file for that by its path in `like`. Default: the same.
         exact: whether NVFP4 keeps every bit: its groups then have float32 scales, unless the reciprocal of
             ``weight_global_scale`` gives the same numbers. With False the scales stay in 8 bits, and numbers may differ
             in their last bit. Default True.
-        skip: a pattern of names that are not read, such as ``"visual"``. Default: none.
+        skip: a pattern of names that are not read, such as ``"visual"``; beside `like`, of those that it does not need.
+            Default: none.
         strict: whether an array that cannot be read is an error. With False it is left out, and a warning
             (RuntimeWarning) names it. Default True.
 
     Returns:
-        JAX arrays and QArrays by name, such as ``"model.layers.0.mlp.up_proj.weight"``.
+        JAX arrays and QArrays by name, such as ``"model.layers.0.mlp.up_proj.weight"``; or a new model or tree like
+        `like`.
 
     Raises:
         TypeError: for `exact` or `strict` that is no boolean, or a `skip` that is no text.
         ValueError: for an invalid or damaged file, a layout that is not known, or a weight that no QArray holds.
+            Beside `like`, for one of its arrays that the file lacks or has in another shape, for a tensor without a
+            place in it, or numbers that its dtype does not have.
         OSError: if a file cannot be read.
 
     Example:
         >>> import tempfile, pathlib, jax.numpy as jnp, jchop as jc
         >>> folder = pathlib.Path(tempfile.mkdtemp()) / "model"
         >>> q = jc.quantize(jnp.ones((32, 64)), "int4(group=32,scale=float16)")
-        >>> jc.storage.save_checkpoint({"up.weight": q, "up.bias": jnp.zeros(32)}, folder, layout="gptq")
-        >>> tree = jc.storage.load_checkpoint(folder)
+        >>> jc.save_checkpoint(folder, {"up.weight": q, "up.bias": jnp.zeros(32)}, layout="gptq")
+        >>> tree = jc.load_checkpoint(folder)
         >>> str(tree["up.weight"].spec), tree["up.bias"].shape
         ('int4(group=32,scale=binary16)', (32,))
+        >>> from flax import nnx
+        >>> model = nnx.eval_shape(lambda: nnx.Dict(up=nnx.Linear(64, 32, rngs=nnx.Rngs(0))))
+        >>> loaded = jc.load_checkpoint(folder, like=model)
+        >>> loaded["up"](jnp.ones((1, 64))).shape, loaded["up"].kernel[...].nbytes
+        ((1, 32), 1152)
     """
+    if not isinstance(layout, str):
+        raise TypeError(f"layout={type(layout).__name__} must be text; what is to be filled is like=, by keyword")
     check_bool("exact", exact)
     check_bool("strict", strict)
     if skip is not None:
         check_path_pattern("skip", skip, "'visual'")
+    if like is not None:
+        check(strict, "strict=False has no effect beside like=, whose arrays are needed")
+        with open_checkpoint(as_path("path", path), layout) as source:
+            fill = (
+                load_name("jchop._checkpoints.models", "fill_model") if is_module_of("flax.nnx", like) else _fill_tree
+            )
+            return fill(source, like, names, skip, exact)
+    check(names is None, "names= has no effect without like=")
     arrays: dict[str, Any] = {}
     unread: dict[str, str] = {}
     with open_checkpoint(as_path("path", path), layout) as source, jax.enable_x64(True):
-        names = [name for name in source.items if skip is None or not matches_path(skip, name)]
-        for name in sorted(names, key=lambda name: name not in source.unread):  # errors before large arrays
+        wanted = [name for name in source.items if skip is None or not matches_path(skip, name)]
+        for name in sorted(wanted, key=lambda name: name not in source.unread):  # errors before large arrays
             try:
                 arrays[name] = jax.tree.map(jnp.asarray, source.read(name, exact))
             except ValueError as error:
                 if strict:
                     others = "; strict=False reads the other arrays, and names those it leaves out"
-                    raise ValueError(f"{error}{others if len(names) > 1 else ''}") from None
+                    raise ValueError(f"{error}{others if len(wanted) > 1 else ''}") from None
                 unread[name] = str(error)
     if unread:
         (first, *others), why = map(short_text, unread), next(iter(unread.values()))
         more = f", and {len(others)} more: {', '.join(others[: _MOST_NAMES - 1])}" if others else ""
         warnings.warn(f"{first} is not read: {why}{more}", RuntimeWarning, 2)
     return arrays
+
+
+def _fill_tree(source: Checkpoint, like: Any, names: TensorNaming | None, skip: str | None, exact: bool) -> Any:
+    """A tree like one, with the arrays of a checkpoint."""
+    like_tree, rebuild = split_model(like)
+    leaves = leaves_by_name(like_tree, QArray | StoredAs)
+    leaf_names = [name if names is None else names(name) for name, _, _ in leaves]
+    check_tensor_names(source, leaf_names, skip)
+    arrays = []
+    for name, (_, _, leaf) in zip(leaf_names, leaves, strict=True):
+        with jax.enable_x64(True):
+            array = jax.tree.map(
+                jnp.asarray, in_shape_and_dtype(name, source.read(name, exact), leaf.shape, leaf.dtype)
+            )
+        sharding = named_sharding_of(leaf)
+        if sharding is not None:
+            array = jax.device_put(array, array.shardings(sharding) if isinstance(array, QArray) else sharding)
+        arrays.append(array)
+    structure = jax.tree.structure(like_tree, is_leaf=lambda node: isinstance(node, QArray | StoredAs))
+    return rebuild(structure.unflatten(arrays))
+
+
+def in_shape_and_dtype(
+    name: str, value: QArray | np.ndarray, shape: tuple[int, ...], dtype: Any
+) -> QArray | np.ndarray:
+    """An array of a checkpoint in the dtype that a model has for it.
+
+    Raises:
+        ValueError: for another shape, or numbers that the dtype does not have.
+    """
+    if value.shape != tuple(shape):
+        raise ValueError(f"{name!r} has shape {list(value.shape)}, and the model has {list(shape)} for it")
+    if isinstance(value, QArray):
+        return replace(value, dtype=np.dtype(dtype))
+    with np.errstate(over="ignore"):
+        numbers = value.astype(dtype)
+    if not bool(((numbers.astype(value.dtype) == value) | (value != value)).all()):
+        raise ValueError(
+            f"{name!r} in {value.dtype} has numbers that {dtype} of the model has not: make the model with "
+            f"param_dtype={value.dtype}"
+        )
+    return numbers
+
+
+def check_tensor_names(source: Checkpoint, model_names: list[str], skip: str | None) -> None:
+    """Refuses arrays of a model without a tensor, and tensors without a place in it."""
+    if missing := [name for name in model_names if name not in source.items]:
+        near = nearest_paths_hint(missing[:1], [name for name in source.items if name not in model_names])
+        raise ValueError(f"the checkpoint has no {missing[0]!r}, and {len(missing)} are missing in all{near}")
+    extra = [name for name in source.items if name not in model_names]
+    extra = [name for name in extra if skip is None or not matches_path(skip, name)]
+    if extra:
+        raise ValueError(f"the model has no parameter for {extra[0]!r} and {len(extra) - 1} more; skip= is for those")

@@ -20,17 +20,25 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jchop._checkpoints.checkpoint import GGUF_LAYOUT, LAYOUT_NAMES, OWN_LAYOUT, PLAIN_LAYOUT, open_checkpoint
+from jchop._checkpoints.checkpoint import (
+    GGUF_LAYOUT,
+    LAYOUT_NAMES,
+    OWN_LAYOUT,
+    PLAIN_LAYOUT,
+    TensorNaming,
+    open_checkpoint,
+)
 from jchop._checkpoints.gguf import GGUF_BLOCKS, gguf_header
 from jchop._checkpoints.row import LayoutRow, group_lengths, pieces
 from jchop._checkpoints.table import CONFIG_FIELD, LAYOUTS, WEIGHT_NAME, CheckpointLayout
 from jchop._common import files
 from jchop._common.checks import check, check_bool, check_choice, check_int
+from jchop._common.on_demand import is_module_of, load_name
 from jchop._round.arguments import has_tracer
-from jchop.storage._array import PackedParam, QArray
+from jchop.storage._array import QArray
 from jchop.storage._files import safetensors
-from jchop.storage._quantize import dequantize
-from jchop.storage._save import leaves_by_name, qarray_description, qarray_metadata, qarray_tensors
+from jchop.storage._quantize import StoredAs, dequantize
+from jchop.storage._save import leaves_by_name, qarray_description, qarray_metadata, qarray_tensors, split_model
 
 #: Bytes of arrays that make one file, and the most that are in memory together, except for a larger array.
 SHARD_BYTES = 1 << 28
@@ -292,7 +300,7 @@ class LayoutRecord:
             named,
             f"{name!r} is quantized, and the layout {layout.name} has quantized arrays named '….weight' alone, of axes "
             f"(out, in). The layouts {OWN_LAYOUT} and {PLAIN_LAYOUT} hold any name; "
-            "jchop.storage.save_checkpoint takes new names",
+            "names= of jchop.save_checkpoint gives others",
         )
         reasons = []
         for row in layout.rows:
@@ -411,50 +419,64 @@ ArrayChange = Callable[[str, QArray | np.ndarray], QArray | np.ndarray]
 
 
 def save_checkpoint(
-    tree: Any,
     path: str | os.PathLike[str],
+    tree: Any,
     layout: str,
     *,
+    names: TensorNaming | None = None,
     config: Mapping[str, Any] | None = None,
     exact: bool = True,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes arrays and QArrays in the layout of another program; `load_checkpoint` reads it.
+    """Writes arrays and QArrays, or the parameters of a model, in the layout of another program.
+
+    `jchop.load_checkpoint` reads it. A parameter of a model of Flax NNX is named by the path of its layer: that of
+    ``model/layers/0/up`` is ``model.layers.0.up.weight``. The kernel of a `flax.nnx.Linear`, (in, out), is written as
+    (out, in). Embeddings and scales of norms are ``weight``, too. A layer at several paths is written once, by its
+    first.
 
     Args:
-        tree: a container of arrays and QArrays; the name of an array is its path, joined with dots. A quantized array
-            must have a name that ends in ``weight`` and the axes (out, in), except in ``"jchop"``, ``"gguf"`` and
-            ``"mxfp4"``.
         path: a new folder; or a file that ends in ``.safetensors`` or ``.gguf`` and is written in one step.
-        layout: as in `load_checkpoint`, without ``"auto"``. ``"plain"`` writes the numbers of QArrays.
+        tree: a model of Flax NNX, packed or not, of Linear and Embed layers, norms, and parameters of your own modules,
+            which are written as they are. Or a module of Equinox or a container of arrays and QArrays; the name of an
+            array is its path, joined with dots. A quantized array must have a name that ends in ``weight`` and the axes
+            (out, in), except in ``"jchop"``, ``"gguf"`` and ``"mxfp4"``.
+        layout: as in `jchop.load_checkpoint`, without ``"auto"``. ``"plain"`` writes the numbers of QArrays.
+        names: a function that gives a tensor's name in the file for that by its path. Default: the same.
         config: fields for ``config.json`` of a folder; ``quantization_config`` is added. Default: none.
         exact: whether an array whose numbers would change in their last bit (NVFP4) is an error. Default True.
         shard_bytes: the bytes of arrays in one file of a folder. Default 256 MiB.
 
     Raises:
         TypeError: for a leaf that is not an array, or traced arrays.
-        ValueError: for an array that the layout cannot hold; the message has specs that it can, or layouts that hold
-            a parameter which `jchop.quantize_fn(...).pack` stored in another shape. For a folder that has tensors
-            already, or that another call writes to.
+        ValueError: for a layer that has no form in checkpoints, adapters, or an array that the layout cannot hold; the
+            message has specs that it can, or layouts that hold a parameter which `jchop.quantize_fn(...).pack` stored
+            in another shape. For a folder that has tensors already, or that another call writes to.
         OSError: if a file cannot be written; then no file is left.
 
     Example:
         >>> import tempfile, pathlib, jax.numpy as jnp, jchop as jc
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "model.gguf"
         >>> q = jc.quantize(jnp.linspace(-1, 1, 64).reshape(2, 32), "int8(group=32,scale=float16)")
-        >>> jc.storage.save_checkpoint({"w": q}, path, layout="gguf")
-        >>> bool((jc.dequantize(jc.storage.load_checkpoint(path)["w"]) == jc.dequantize(q)).all())
+        >>> jc.save_checkpoint(path, {"w": q}, layout="gguf")
+        >>> bool((jc.dequantize(jc.load_checkpoint(path)["w"]) == jc.dequantize(q)).all())
         True
     """
+    path = files.as_path("path", path)
     if has_tracer(tree):
         raise TypeError("tree has traced arrays, and save_checkpoint writes values: call it outside of transformations")
-    # Files of save_safetensors have what is stored.
-    packed_types = QArray if layout == OWN_LAYOUT else QArray | PackedParam
+    # Files of `jchop.save` have what is stored.
+    packed_types = QArray if layout == OWN_LAYOUT else QArray | StoredAs
     jobs = []
-    for name, _, leaf in leaves_by_name(tree, packed_types):
+    if is_module_of("flax.nnx", tree):
+        tree, names = load_name("jchop._checkpoints.models", "model_arrays")(tree, names), None
+    leaves = leaves_by_name(split_model(tree)[0], packed_types)
+    leaf_names = [name if names is None else names(name) for name, _, _ in leaves]
+    check(len(set(leaf_names)) == len(leaves), "names gives one name to two arrays")
+    for name, (_, _, leaf) in zip(leaf_names, leaves, strict=True):
         if not isinstance(leaf, packed_types | jax.Array | np.ndarray | np.generic):
             raise TypeError(f"leaf {name!r} is {leaf!r}, but only arrays and QArrays can be saved")
-        if isinstance(leaf, PackedParam) and layout != PLAIN_LAYOUT:
+        if isinstance(leaf, StoredAs) and layout != PLAIN_LAYOUT:
             why = f"is stored in the shape {list(leaf.stored.shape)}, because its groups run over several axes"
             if leaf.input_factors is not None:
                 why = "has factors by which its inputs are multiplied when the function runs"
@@ -462,12 +484,12 @@ def save_checkpoint(
                 f"{name!r} of shape {list(leaf.shape)} {why}; the layouts {OWN_LAYOUT} and {PLAIN_LAYOUT} hold it, "
                 f"and layout={layout!r} does not"
             )
-        codes = leaf.stored if isinstance(leaf, PackedParam) else leaf
+        codes = leaf.stored if isinstance(leaf, StoredAs) else leaf
         nbytes = _layout_bytes(layout, codes.nbytes, leaf.shape, isinstance(leaf, packed_types))
-        numbers = leaf.dequantize if isinstance(leaf, PackedParam) else lambda leaf=leaf: leaf
+        numbers = leaf.dequantize if isinstance(leaf, StoredAs) else lambda leaf=leaf: leaf
         jobs.append(WriteJob(name, nbytes, lambda numbers=numbers: jax.tree.map(np.asarray, numbers())))
     options = WriteOptions(layout, dict(config or {}), exact, shard_bytes)
-    write_jobs(jobs, files.as_path("path", path), options)
+    write_jobs(jobs, path, options)
 
 
 def convert_checkpoint(

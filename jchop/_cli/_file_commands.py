@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jchop._checkpoints.checkpoint import LAYOUT_NAMES, OWN_LAYOUT, PLAIN_LAYOUT, Checkpoint, open_checkpoint
+from jchop._checkpoints.checkpoint import LAYOUT_NAMES, OWN_LAYOUT, Checkpoint, open_checkpoint
 from jchop._checkpoints.table import fields_beside_weights
 from jchop._checkpoints.writer import SHARD_BYTES, convert_checkpoint
 from jchop._cli import _command as cli
@@ -26,8 +26,6 @@ from jchop._spec.spec import as_spec
 from jchop.storage import QArray, dequantize, quantize
 from jchop.storage._chunks import TensorReport, TensorRule, choose_rules, fates_of, quantize_file, tensor_rule_error
 from jchop.storage._files.npy import NpyFile
-from jchop.storage._files.safetensors import TensorFile
-from jchop.storage._save import qarray_shape_in, qarray_tensor_names, qarrays_in
 
 
 def _run_quantize(options: argparse.Namespace) -> None:
@@ -50,11 +48,7 @@ def _run_quantize(options: argparse.Namespace) -> None:
 
 def _run_inspect(options: argparse.Namespace) -> None:
     with open_checkpoint(options.file, options.layout) as source:
-        if options.file.is_dir() or source.layout not in (OWN_LAYOUT, PLAIN_LAYOUT):
-            print(_checkpoint_contents(source, options.json))
-            return
-    with TensorFile(options.file) as file:
-        cli.print_rows(_contents_rows(file), "<<<>><", options.json)
+        print(_checkpoint_contents(source, options.json))
 
 
 # -- rules -------------------------------------------------------------------------------------------------------------
@@ -88,29 +82,6 @@ def _quantization_rows(reports: Sequence[TensorReport]) -> list[tuple[str, ...]]
     before, after = (sum(getattr(report, name) for report in reports) for name in ("before", "after"))
     percent = f"{100 * after / before:.1f} %" if before else ""
     rows.append(("all", "", "", "", f"{before:,}", f"{after:,}", "", "", percent))
-    return rows
-
-
-def _contents_rows(file: TensorFile) -> list[tuple[str, ...]]:
-    fields_by_name = qarrays_in(file)
-    owners = {part: name for name, fields in fields_by_name.items() for part in qarray_tensor_names(name, fields)}
-    rows: list[tuple[str, ...]] = [("tensor", "shape", "dtype", "bytes", "bits", "stored as")]
-
-    def add(name: str, shape: Sequence[int], dtype: str, nbytes: int, spec: str) -> None:
-        rows.append((name, _shape_text(shape), dtype, f"{nbytes:,}", _element_bits_text(nbytes, shape), spec))
-
-    row_owners: set[str] = set()
-    for name, entry in file.entries.items():
-        owner = owners.get(name)
-        if owner is None:
-            add(name, entry.shape, entry.dtype.name, entry.nbytes, "-")
-        elif owner not in row_owners:
-            row_owners.add(owner)
-            fields = fields_by_name[owner]
-            nbytes = sum(file.entries[part].nbytes for part in qarray_tensor_names(owner, fields))
-            add(owner, qarray_shape_in(file.entries, owner, fields), fields["dtype"], nbytes, fields["spec"])
-    total = sum(entry.nbytes for entry in file.entries.values())
-    rows.append(("all", "", "", f"{total:,}", "", f"{len(rows) - 1} arrays in {len(file.entries)} tensors"))
     return rows
 
 

@@ -26,9 +26,7 @@ from jchop._common.files import open_regular_file, require_extra
 from jchop._common.on_demand import load_name
 from jchop._program.step import is_library_file
 from jchop._spec.spec import as_spec
-from jchop.storage import load_safetensors, save_safetensors
-from jchop.storage._files.safetensors import TensorFile
-from jchop.storage._save import TREE_KEY
+from jchop.storage import load, save
 from jchop.study._function_study import FUNCTION_FORMATS, FUNCTION_MODES, run_function, save_function
 from jchop.study._run import DATASETS, FORMATS, MODES, ProgressBar
 
@@ -407,16 +405,14 @@ def _run_ptq(options: argparse.Namespace) -> None:
     function = load_function("FUNCTION", options.function)
     specs = [spec for rule in rules for spec in (rule.weight, rule.activation) if spec is not None]
     key = cli.key_of_seed_option(options.seed, specs)
-    with TensorFile(options.weights) as file:
-        has_tree = TREE_KEY in file.metadata
-    params = load_safetensors(options.weights, nested=has_tree)
+    params = load(options.weights)
     batches = _load_batches(options.data, function, options.batch)
     quantized_function = quantize_fn(function, rules, key=key)
     weights, report = pack_with_data(
         quantized_function, params, batches, steps, key, _batch_progress(len(batches)), folder, options.memory,
         _print_weight_progress,
     )  # fmt: skip
-    save_safetensors(options.out, weights)
+    save(options.out, weights)
     discard_run(folder)
     options.json = options.report == "json"
     print(report.to_json(indent=1) if options.json else report)

@@ -10,7 +10,6 @@ import math
 import platform
 from collections.abc import Callable
 from fractions import Fraction
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ import jax
 from jchop import formats
 from jchop._cli import _command as cli
 from jchop._common.checks import check, place_in_errors
-from jchop._common.files import INSTALL_EXTRA
+from jchop._common.files import INSTALL_EXTRA, distribution_version
 from jchop._common.on_demand import load_name
 from jchop._common.settings import has_fast_math
 from jchop._kernels.primitive import devices_at_hand
@@ -289,13 +288,6 @@ def _extra_facts(name: str, row: tuple[tuple[str, ...], str]) -> dict[str, Any]:
     versions = {distribution: distribution_version(distribution) for distribution in row[0]}
     install = None if all(versions.values()) else INSTALL_EXTRA.format(extra=name)
     return {"extra": name, "for": row[1], "installed": versions, "install": install}
-
-
-def distribution_version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 DOCTOR = cli.Command(

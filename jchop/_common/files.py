@@ -11,6 +11,7 @@ import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any
@@ -205,7 +206,8 @@ def as_path(name: str, value: object) -> Path:
     Raises:
         TypeError: if it is none.
     """
-    return Path(check_instance(name, value, str | os.PathLike, "a path: a text or a pathlib.Path"))  # type: ignore[arg-type]
+    words = f"a path{', which comes first' if name == 'path' else ''}: a text or a pathlib.Path"
+    return Path(check_instance(name, value, str | os.PathLike, words))  # type: ignore[arg-type]
 
 
 def part_path(path: Path, token: str) -> Path:
@@ -257,6 +259,14 @@ def require_extra(purpose: str, extra: str, packages: tuple[str, ...]) -> None:
 
 #: The most entries of an object. A text may have four lists and objects, and six strings, for each of so many.
 MOST_ENTRIES = 1 << 18
+
+
+def distribution_version(name: str) -> str | None:
+    """The version of an installed distribution; None if it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def json_object(text: str) -> dict[str, Any]:

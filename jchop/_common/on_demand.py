@@ -15,6 +15,12 @@ def load_name(module: str, name: str) -> Any:
     return getattr(import_module(module), name)
 
 
+def is_module_of(library: str, value: Any) -> bool:
+    """Whether a value is a `Module` of a library, which is not imported for this."""
+    loaded = sys.modules.get(library)
+    return loaded is not None and isinstance(value, loaded.Module)
+
+
 def on_demand(
     package: str, modules: Sequence[str], names: Mapping[str, Sequence[str]], elsewhere: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:

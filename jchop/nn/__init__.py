@@ -11,7 +11,7 @@ require_extra("jchop.nn", "flax", ("flax",))
 from flax import nnx
 
 from jchop._common.on_demand import on_demand
-from jchop.nn._arrays import load, quantize_params, save, shard
+from jchop.nn._arrays import quantize_params, shard
 from jchop.nn._fit import calibrate, fold_batch_norms
 from jchop.nn._lora import add_lora, load_lora, lora_mask, merge_lora, save_lora, split_lora
 from jchop.nn._nnx.layers import QUANTIZED_CLASSES
@@ -43,25 +43,24 @@ RMSNorm: Any = QUANTIZED_CLASSES[nnx.RMSNorm]
 SimpleCell: Any = QUANTIZED_CLASSES[nnx.SimpleCell]
 
 if TYPE_CHECKING:
-    from jchop._checkpoints.models import load_checkpoint, save_checkpoint
     from jchop._insight.layers import LayerTuning, Sensitivity, SensitivityRow, TunedLayer, sensitivity, tune
 
 __getattr__, __dir__ = on_demand(
     __name__,
     (),
-    {
-        "jchop._checkpoints.models": ("load_checkpoint", "save_checkpoint"),
-        "jchop._insight.layers": ("LayerTuning", "Sensitivity", "SensitivityRow", "TunedLayer", "sensitivity", "tune"),
-    },
+    {"jchop._insight.layers": ("LayerTuning", "Sensitivity", "SensitivityRow", "TunedLayer", "sensitivity", "tune")},
     {
         **{
             name: f"jchop.{name}"
             for name in ("Rule", "LSQ", "DelayedScaling", "MovingAverage", "KVCache", "dot_product_attention")
         },
-        "linen": "jchop.nn.quantize(module, rules)",
         "quantize_with_data": "jchop.nn.quantize(model, rules, 'ptq', batches=batches)",
         "linen": "jchop.nn.quantize(module, rules), and jchop.nn.add_lora(variables, rules, fun=...)",
         "correct_biases": "jchop.nn.quantize(model, rules, 'ptq', batches=batches, steps=[jchop.ptq.correct_biases()])",
+        "save": "jchop.save(path, model)",
+        "load": "jchop.load(path, like=model)",
+        "save_checkpoint": "jchop.save_checkpoint(path, model, layout)",
+        "load_checkpoint": "jchop.load_checkpoint(path, like=model)",
     },
 )
 
@@ -98,8 +97,6 @@ __all__ = [
     "calibrate",
     "fold_batch_norms",
     "keep_wide",
-    "load",
-    "load_checkpoint",
     "load_lora",
     "lora_mask",
     "merge_lora",
@@ -107,8 +104,6 @@ __all__ = [
     "quantize_params",
     "recipe",
     "report",
-    "save",
-    "save_checkpoint",
     "save_lora",
     "sensitivity",
     "shard",

@@ -126,7 +126,7 @@ def merge_lora(model: Any, *, requantize: bool = False) -> Any:
 
     Returns:
         The model with the layers in their own places. Parameters without adapters are the same, packed ones still
-        packed: `jchop.storage.dequantize_params` unpacks those of a pytree.
+        packed: `jchop.dequantize` unpacks those of a pytree.
 
     Raises:
         ValueError: for a model without adapters.

@@ -22,8 +22,7 @@ from jchop.optim import _leaves as base
 from jchop.optim._pack import QuantizedState
 from jchop.sparsity._masks import check_sparsity_pattern, sparsity_mask
 from jchop.storage import dequantize
-from jchop.storage._array import PackedParam
-from jchop.storage._quantize import requantize
+from jchop.storage._quantize import StoredAs, requantize
 
 Array = jax.Array
 
@@ -633,7 +632,7 @@ def apply_updates(params: Any, updates: Any, key: Array | None = None) -> Any:
 
     Args:
         params: a pytree of arrays, some of them packed.
-        updates: a pytree of plain arrays, in the shapes of `jchop.storage.dequantize_params`.
+        updates: a pytree of plain arrays, in the shapes of `jchop.dequantize`.
         key: a typed key for this step, needed if a `QArray` has a stochastic spec. It is split into a key for each
             leaf.
 
@@ -647,8 +646,8 @@ def apply_updates(params: Any, updates: Any, key: Array | None = None) -> Any:
         >>> import jax, jax.numpy as jnp, jchop as jc, optax
         >>> params = {"w": jc.quantize(jnp.ones((2, 4)), "int8(channel=0):stochastic", jax.random.key(0))}
         >>> tx = optax.sgd(0.1)
-        >>> state = tx.init(jc.storage.dequantize_params(params))
-        >>> gradients = jax.grad(lambda p: (p["w"] ** 2).sum())(jc.storage.dequantize_params(params))
+        >>> state = tx.init(jc.dequantize(params))
+        >>> gradients = jax.grad(lambda p: (p["w"] ** 2).sum())(jc.dequantize(params))
         >>> updates, state = tx.update(gradients, state)
         >>> jc.optim.apply_updates(params, updates, jax.random.key(1))["w"].shape
         (2, 4)
@@ -661,7 +660,7 @@ def apply_updates(params: Any, updates: Any, key: Array | None = None) -> Any:
 
     base.require_shapes("updates", updates, "params", params)
     packed_leaves = [p for p in jax.tree.leaves(params, is_leaf=base.holds_codes) if base.holds_codes(p)]
-    start = base.first_state_key(key, *((p.stored if isinstance(p, PackedParam) else p).spec for p in packed_leaves))
+    start = base.first_state_key(key, *((p.stored if isinstance(p, StoredAs) else p).spec for p in packed_leaves))
     return base.map_with_keys(leaf, start, params, updates, is_leaf=base.holds_codes)[1]
 
 

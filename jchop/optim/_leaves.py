@@ -25,7 +25,7 @@ from jchop._round.arguments import has_tracer, rounding_keys
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec
 from jchop.storage import QArray
-from jchop.storage._array import PackedParam
+from jchop.storage._quantize import StoredAs
 
 Array = jax.Array
 
@@ -113,7 +113,7 @@ def make_transformation(
             if holds_codes(leaf):
                 raise TypeError(
                     f"params{jax.tree_util.keystr(path)} is packed, and a state is that of numbers: "
-                    "tx.init(jc.storage.dequantize_params(params)), and jc.optim.apply_updates for the packed ones"
+                    "tx.init(jc.dequantize(params)), and jc.optim.apply_updates for the packed ones"
                 )
         return init(params)
 
@@ -143,7 +143,7 @@ def make_link(
 
 def holds_codes(leaf: Any) -> bool:
     """Whether a parameter is packed; not if its parts are placeholders, as beside adapters that train alone."""
-    return isinstance(leaf, QArray | PackedParam) and bool(jax.tree.leaves(leaf))
+    return isinstance(leaf, QArray | StoredAs) and bool(jax.tree.leaves(leaf))
 
 
 def first_state_key(key: Array | None, *specs: Spec | None) -> Array | None:

@@ -58,9 +58,7 @@ def pack_with_data(
     in_order = plan.in_order is not None or plan.correction is not None
     check_instance("resume", resume, str | os.PathLike | None, "the path of a folder, or None")
     if in_order and any(step.online for step in plan.mappings):
-        raise ValueError(
-            "steps: online=True cannot stand beside sequential() or correct_error(); leave one out"
-        )
+        raise ValueError("steps: online=True cannot stand beside sequential() or correct_error(); leave one out")
     memory_limit = passes.memory_bytes(memory)
     passes.check_batches(
         batches, repeated=in_order or bool(plan.mappings) or resume is not None or memory_limit is not None

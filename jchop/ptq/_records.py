@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,13 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._common.files import write_atomically
+from jchop._common.files import distribution_version, write_atomically
 from jchop._common.text import RowReport, TableOrLine
 from jchop._core.elementary.pairs import FloatPair
 from jchop._quantized.program.call import batch_arguments, enumerate_batches
 from jchop._quantized.quantize_fn import QuantizedFunction
 from jchop.ptq._data.collect import InputSums
-from jchop.storage import load_safetensors, save_safetensors
+from jchop.storage import load, save
 from jchop.storage._files.safetensors import TensorFile
 
 if TYPE_CHECKING:
@@ -150,7 +149,7 @@ def run_facts(
     param_digest = hashlib.sha256()
     _update_digest(param_digest, params)
     facts = {
-        "versions": f"jchop {_run_version()}, jax {jax.__version__}",
+        "versions": f"jchop {distribution_version('jchop') or '(not installed)'}, jax {jax.__version__}",
         "rules": repr(low.rules),
         "steps": repr(steps),
         "memory": str(memory),
@@ -160,13 +159,6 @@ def run_facts(
         "batches": batch_digest.hexdigest(),
     }
     return facts, last_batch
-
-
-def _run_version() -> str:
-    try:
-        return version("jchop")
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 def _update_digest(digest: Any, tree: Any) -> None:
@@ -226,7 +218,7 @@ class Journal:
 
     def _save_file(self, name: str, arrays: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
         """Write a file atomically, and then its digest."""
-        save_safetensors(self.folder / name, arrays, metadata=metadata)
+        save(self.folder / name, arrays, metadata=metadata)
         self._files[name] = _file_digest(self.folder / name)
         self._write()
 
@@ -240,7 +232,7 @@ class Journal:
         if not self._has_file(_SUMS_FILE):
             return None
         parts: dict[int, dict[int, Any]] = {}  # by parameter, then by the place in its sums
-        for name, array in load_safetensors(self.folder / _SUMS_FILE).items():
+        for name, array in load(self.folder / _SUMS_FILE).items():
             leaf, part_index = map(int, name.split("."))
             parts.setdefault(leaf, {})[part_index] = array
         return {
@@ -262,7 +254,7 @@ class Journal:
             return None
         with TensorFile(path) as file:
             record = json.loads(file.metadata["ptq"])
-        arrays = load_safetensors(path)
+        arrays = load(path)
         rows = [WeightRow(**{**row, "shape": tuple(row["shape"])}) for row in record["rows"]]
         weights = [
             (leaf, tuple(turn), [arrays[f"weight{i}.{j}"] for j in range(array_count)])

@@ -1,15 +1,14 @@
-"""`QArray`: an array stored as codes and scales; the shardings of its leaves."""
+"""`QArray`: an array stored as codes and scales."""
 
 from __future__ import annotations
 
 import json
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Number
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.core
@@ -110,6 +109,14 @@ class QArray:
     def bits_per_element(self) -> float:
         """Bits of all leaves divided by the number of elements; NaN if there are none."""
         return 8 * self.nbytes / self.size if self.size else math.nan
+
+    @property
+    def codes(self) -> np.ndarray:
+        """The code of each number, unpacked: unsigned integers, which ``spec.element.decode`` reads."""
+        fmt, count = self.spec.element, 1 if self.length is None else self.length
+        dense, kept = (self, None) if self.places is None else self._whole()[:2]
+        codes = _codes.unpack_entries(_codes.load_codes(np.asarray(dense.qvalue), fmt), fmt, count).reshape(self.shape)
+        return codes if kept is None else np.where(kept, codes, fmt.encode(0).astype(codes.dtype))
 
     def __len__(self) -> int:
         if not self.shape:
@@ -309,6 +316,52 @@ class QArray:
         codes, places = _codes.sparse_codes(self.qvalue, kept, spec)
         return replace(self, qvalue=codes, places=places, spec=spec)
 
+    def shardings(self, sharding: Sharding) -> QArray:
+        """The sharding of each leaf, derived from the sharding of the array.
+
+        Codes are sharded like the array, and so are scales and zero points, except along axes that are too short; those
+        are replicated. So ``jax.device_put(q, q.shardings(sharding))`` works for every format, and the result is valid
+        for `in_shardings` and `out_shardings` of `jax.jit`.
+
+        Args:
+            sharding: the sharding of an array of this shape. A `jax.sharding.NamedSharding` is adapted to each leaf;
+                any other is used for all leaves.
+
+        Returns:
+            A QArray with shardings as leaves.
+
+        Raises:
+            TypeError: if `sharding` is not a sharding.
+            ValueError: if `sharding` has more axes, or cuts bytes of packed codes.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jchop as jc
+            >>> mesh = jax.make_mesh((1,), ("data",))
+            >>> q = jc.quantize(jnp.ones((4, 32)), "nvfp4")
+            >>> rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data", None))
+            >>> where = q.shardings(rows)
+            >>> tuple(where.scale[0].spec), tuple(where.scale[1].spec)
+            (('data', None), ())
+            >>> jax.device_put(q, where).shape
+            (4, 32)
+        """
+        check_instance("sharding", sharding, Sharding, "a sharding of JAX")
+        if not isinstance(sharding, NamedSharding):
+            return jax.tree.map(lambda _: sharding, self)
+        check(
+            len(sharding.spec) <= self.ndim,
+            f"sharding={sharding} names {len(sharding.spec)} axes, and q has {self.ndim}",
+        )
+        names = (*sharding.spec, *[None] * (self.ndim - len(sharding.spec)))
+        whole = sharding.update(spec=PartitionSpec(*names))
+        # A tensor scale has only axes that vmap added.
+        result = jax.tree.map(lambda leaf: fit_sharding(whole, leaf.shape), self)
+        if tuple(result.qvalue.spec) != names[: len(self.qvalue.shape)]:
+            raise ValueError(
+                f"sharding={sharding} does not cut codes of shape {list(self.qvalue.shape)} into equal parts"
+            )
+        return result
+
     # -- internals -----------------------------------------------------------------------------------------------------
     def _kinds(self) -> tuple[tuple[groupings.AxisGrouping, ...], int]:
         """The grouping of each axis, and the number of leading axes that the tensor scale has, too."""
@@ -376,38 +429,6 @@ def qarray_of_scales(scale: _codes.Scale, fmt: ScaledFormat, shape: tuple[int, .
     return QArray(
         _codes.store_codes(codes, fmt.element), *unflatten_scales(rest, fmt), Spec(fmt), size, np.dtype(np.float32)
     )
-
-
-class PackedParam(ABC):
-    """A parameter that is stored as a QArray of another shape, and knows the way back.
-
-    Attributes:
-        stored: the QArray.
-        shape: of the parameter.
-        input_factors: those by which the inputs of its product are multiplied; None for none.
-    """
-
-    stored: QArray
-    shape: Any
-    input_factors: Any
-
-    @abstractmethod
-    def dequantize(self, dtype: Any = None) -> Any:
-        """The numbers, in the shape of the parameter."""
-
-    @abstractmethod
-    def requantize(self, x: Any, key: Array | None = None) -> Self:
-        """Other numbers of the parameter, packed in the same way (`storage._quantize.requantize`)."""
-
-    def __jax_array__(self) -> Any:
-        """The numbers, for functions of `jax.numpy` that take the parameter."""
-        return self.dequantize()
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The numbers, for functions of NumPy, as of a QArray."""
-        if copy is False:
-            raise ValueError("a packed parameter holds codes, so its numbers are a new array: copy=False cannot be had")
-        return np.asarray(self.dequantize(), dtype)
 
 
 def check_qarray(
@@ -487,51 +508,7 @@ def register_export(cls: type, name: str) -> None:
 register_export(QArray, "jchop.QArray")
 
 
-# -- shardings of the leaves of a QArray -------------------------------------------------------------------------------
-
-
-def shardings(q: QArray, sharding: Sharding) -> QArray:
-    """The sharding of each leaf of a QArray, derived from the sharding of its array.
-
-    Codes are sharded like the array, and so are scales and zero points, except along axes that are too short; those are
-    replicated. So ``jax.device_put(q, shardings(q, sharding))`` works for every format, and the result is valid for
-    `in_shardings` and `out_shardings` of `jax.jit`.
-
-    Args:
-        q: a QArray, of arrays or of `jax.ShapeDtypeStruct`.
-        sharding: the sharding of an array of the shape of `q`. A `jax.sharding.NamedSharding` is adapted to each leaf;
-            any other is used for all leaves.
-
-    Returns:
-        A QArray with shardings as leaves.
-
-    Raises:
-        TypeError: if `q` is not a QArray, or `sharding` not a sharding.
-        ValueError: if `sharding` has more axes than `q`, or cuts bytes of packed codes.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, jchop as jc
-        >>> mesh = jax.make_mesh((1,), ("data",))
-        >>> q = jc.quantize(jnp.ones((4, 32)), "nvfp4")
-        >>> rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data", None))
-        >>> where = jc.storage.shardings(q, rows)
-        >>> tuple(where.scale[0].spec), tuple(where.scale[1].spec)
-        (('data', None), ())
-        >>> jax.device_put(q, where).shape
-        (4, 32)
-    """
-    check_qarray("q", q)
-    check_instance("sharding", sharding, Sharding, "a sharding of JAX")
-    if not isinstance(sharding, NamedSharding):
-        return jax.tree.map(lambda _: sharding, q)
-    check(len(sharding.spec) <= q.ndim, f"sharding={sharding} names {len(sharding.spec)} axes, and q has {q.ndim}")
-    names = (*sharding.spec, *[None] * (q.ndim - len(sharding.spec)))
-    whole = sharding.update(spec=PartitionSpec(*names))
-    # A tensor scale has only axes that vmap added.
-    result = jax.tree.map(lambda leaf: fit_sharding(whole, leaf.shape), q)
-    if tuple(result.qvalue.spec) != names[: len(q.qvalue.shape)]:
-        raise ValueError(f"sharding={sharding} does not cut codes of shape {list(q.qvalue.shape)} into equal parts")
-    return result
+# -- shardings ---------------------------------------------------------------------------------------------------------
 
 
 def named_sharding_of(like: Any) -> NamedSharding | None:

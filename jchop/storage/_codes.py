@@ -96,7 +96,7 @@ def check_code_dtype(codes: Codes, fmt: formats.ElementFormat) -> None:
     if codes.dtype.itemsize != own.itemsize:
         raise ValueError(
             f"qvalue is {codes.dtype}, and the codes of its spec are {own}: arithmetic on the leaves of a QArray does "
-            "not compute with its numbers; jc.storage.dequantize_params has them, and jc.optim.apply_updates packs sums"
+            "not compute with its numbers; jc.dequantize has them, and jc.optim.apply_updates packs sums"
         )
 
 
@@ -418,15 +418,7 @@ def codes_at_ends(q: Any) -> np.ndarray | None:
     None if the codes have more than 16 bits.
     """
     ends = _range_end_codes(q.spec.element)
-    return None if ends is None else ends[0][_unsigned_codes(q)] & _sparse_mask(q)
-
-
-def _unsigned_codes(q: Any) -> np.ndarray:
-    """The codes, one unsigned integer for each element, in the shape of the array."""
-    fmt = q.spec.element
-    count = 1 if q.length is None else q.length
-    codes = q.qvalue if q.places is None else dense_codes(q.qvalue, q.places, count, q.spec)[0]
-    return unpack_entries(load_codes(np.asarray(codes), fmt), fmt, count).reshape(q.shape)
+    return None if ends is None else ends[0][q.codes] & _sparse_mask(q)
 
 
 def _sparse_mask(q: Any) -> Any:
@@ -448,7 +440,7 @@ def clip_mask(q: Any, x: np.ndarray) -> np.ndarray | None:
     ends = _range_end_codes(fmt)
     if ends is None:
         return None
-    entries = _unsigned_codes(q)
+    entries = q.codes
     inner = ends[1][entries].astype(entries.dtype)
     codes = inner.reshape(1) if q.length is None else inner
     inner_qvalue = store_codes(pack_entries(codes, fmt), fmt)

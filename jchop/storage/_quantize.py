@@ -1,9 +1,10 @@
-"""`quantize`, `dequantize`, `requantize`, `fit_scale` and `fit_half_quadratic`."""
+"""`quantize`, `dequantize`, `requantize`, `fit_scale` and `fit_half_quadratic`; `StoredAs`."""
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,10 +12,10 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import export, lax
 
-from jchop._common.bit_ops import CARRIERS, enable_x64_for
-from jchop._common.checks import check_bool, check_choice, check_float, check_int
+from jchop._common.bit_ops import CARRIERS, enable_x64_for, reshape
+from jchop._common.checks import check, check_bool, check_choice, check_float, check_int
 from jchop._common.settings import always_jit
 from jchop._core.rounding.random_bits import StreamOffset, seed_words
 from jchop._core.scaled.groups import Groups
@@ -35,7 +36,7 @@ from jchop._spec.spec import Gradient, Spec, SpecLike, as_spec
 from jchop.formats import ElementFormat, ScaledFormat, UniformFormat
 from jchop.formats.rounding import Rounding
 from jchop.storage import _codes
-from jchop.storage._array import PackedParam, QArray, check_qarray, qarray_of_scales, refuse_qarray_dicts
+from jchop.storage._array import QArray, check_qarray, qarray_of_scales, refuse_qarray_dicts
 from jchop.storage._axis_groupings import axes_from_end, map_over_stack
 
 Array = jax.Array
@@ -113,22 +114,26 @@ def quantize(
     return QArray(qvalue, scale, zero_point, spec, size, np.dtype(array.dtype), places)
 
 
-def dequantize(q: QArray | PackedParam, dtype: Any = None, *, add_to: Any = None) -> Any:
-    """The numbers of a `QArray`. They equal `round_to_format` of the array under the spec, bit for bit.
+def dequantize(q: Any, dtype: Any = None, *, add_to: Any = None) -> Any:
+    """The numbers of a `QArray`, or of each in a pytree. They equal `round_to_format` under the spec, bit for bit.
 
     Differentiable in the leaves that are floats: scales, and codes of a float dtype.
 
     Args:
-        q: the stored array; or a parameter that `jchop.quantize_fn(...).pack` stored in another shape.
-        dtype: float16, bfloat16, float32 or float64, to which scale times element is rounded once. Default:
-            ``q.dtype``.
-        add_to: an array of the same shape; the result is its sum with the numbers, in its dtype, computed in one pass.
+        q: the stored array; a parameter that `jchop.quantize_fn(...).pack` stored in another shape; or a pytree of
+            such and other arrays, which stay as they are.
+        dtype: float16, bfloat16, float32 or float64, to which scale times element is rounded once. Default: that of
+            each stored array.
+        add_to: an array of the shape of the stored one; the result is its sum with the numbers, in its dtype, computed
+            in one pass.
 
     Returns:
-        A JAX array, or a NumPy array if the leaves are NumPy arrays. It has the shape of the parameter.
+        A JAX array, or a NumPy array if the leaves are NumPy arrays. It has the shape of the parameter. Of a pytree,
+        one of arrays.
 
     Raises:
-        TypeError: if `q` is not such an array, or `dtype` not a carrier.
+        TypeError: if `q` is another array, or `dtype` not a carrier; for leaves of a QArray in a dict, as of a
+            checkpoint that was restored without a target.
         ValueError: for leaves that do not fit each other, or an `add_to` of another shape.
 
     Example:
@@ -138,15 +143,22 @@ def dequantize(q: QArray | PackedParam, dtype: Any = None, *, add_to: Any = None
         [0.1142578125, 0.228515625, -0.400390625]
         >>> jc.dequantize(q, add_to=jnp.ones(3)).dtype
         dtype('float32')
+        >>> jc.dequantize({"w": q, "b": jnp.zeros(4)})["w"].shape
+        (3,)
     """
-    check_qarray("q", q, QArray | PackedParam)
+    if not isinstance(q, QArray | StoredAs):
+        if q is None or jax.tree_util.all_leaves([q]):
+            check_qarray("q", q)
+        refuse_qarray_dicts("q", q)
+        check(add_to is None, "add_to belongs to one array, and q is a pytree")
+        return jax.tree.map(lambda leaf: dequantize(leaf, dtype) if _has_codes(leaf) else leaf, q, is_leaf=_has_codes)
     if add_to is not None:
         if dtype is not None and np.dtype(dtype) != add_to.dtype:
             raise ValueError(f"dtype={dtype!r} has no effect beside add_to, whose dtype is {add_to.dtype}")
         if tuple(add_to.shape) != q.shape:
             raise ValueError(f"add_to has shape {tuple(add_to.shape)}, and q {q.shape}")
         dtype = add_to.dtype
-    if isinstance(q, PackedParam):
+    if isinstance(q, StoredAs):
         numbers = q.dequantize(dtype)
         return numbers if add_to is None else add_to + numbers
     form = q.form(dtype)
@@ -174,13 +186,105 @@ def requantize(q: Any, x: Any, key: Array | None = None) -> Any:
     Returns:
         An array like `q`.
     """
-    if isinstance(q, PackedParam):
+    if isinstance(q, StoredAs):
         return q.requantize(x, key)
     spec, stack = (
         _codes.spec_of_part(q.spec, q.ndim),
         0 if q.spec.scaled is None else _codes.batch_axes(q.spec, q.shape, q.scale),
     )
     return replace(map_over_stack(stack, lambda x, key: quantize(x, spec, key), x, key), spec=q.spec)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["stored", "input_factors"], meta_fields=["core", "ndim_stored"])
+@dataclass(frozen=True, eq=False)
+class StoredAs:
+    """A packed parameter that is not stored as it is: its groups run over several axes, or its inputs have factors.
+
+    Args:
+        stored: the codes and scales, with the axes of a group as one.
+        core: the shape of the parameter, without axes of a stack.
+        ndim_stored: how many axes the stored array has for `core`.
+        input_factors: the numbers by which the other operand of its product is multiplied before it is rounded. The
+            stored numbers are the parameter divided by them. Their shape has the axes of the parameter, with 1 for
+            axes that the product keeps. Default None: none.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc
+        >>> patches = lambda w, x: jax.lax.conv(x, w, (4, 4), "VALID")
+        >>> low = jc.quantize_fn(patches, jc.Rule(weight="int4(group=32)"))
+        >>> w, x = jnp.ones((8, 3, 4, 4)), jnp.ones((1, 3, 8, 8))
+        >>> packed = low.pack(w, x)
+        >>> packed.shape, packed.stored.shape
+        ((8, 3, 4, 4), (8, 48))
+    """
+
+    stored: QArray
+    core: tuple[int, ...]
+    ndim_stored: int
+    input_factors: Array | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the parameter."""
+        return (*self.stored.shape[: self.stored.ndim - self.ndim_stored], *self.core)
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes of the parameter."""
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the parameter."""
+        return self.stored.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all leaves."""
+        return self.stored.nbytes + (0 if self.input_factors is None else self.input_factors.nbytes)
+
+    @property
+    def spec(self) -> Spec:
+        """The spec of the codes, with the axes of the stored array."""
+        return self.stored.spec
+
+    @property
+    def without_factors(self) -> QArray | StoredAs:
+        """What is stored, in the shape of the parameter."""
+        return self.stored if self.stored.shape == self.shape else replace(self, input_factors=None)
+
+    def __jax_array__(self) -> Any:
+        """The numbers, for functions of `jax.numpy` that take the parameter."""
+        return self.dequantize()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """The numbers, for functions of NumPy, as of a QArray."""
+        check(copy is not False, "the numbers of a packed parameter are a new array: copy=False cannot be had")
+        return np.asarray(self.dequantize(), dtype)
+
+    def dequantize(self, dtype: Any = None) -> Array:
+        """The numbers, in the shape of the parameter."""
+        numbers = reshape(dequantize(self.stored, dtype), self.shape)
+        return numbers if self.input_factors is None else multiply_in_own_dtype(numbers, self.input_factors)
+
+    def requantize(self, x: Array, key: Array | None = None) -> StoredAs:
+        """Other numbers of the parameter, packed in the same way."""
+        if self.input_factors is not None:
+            x = multiply_in_own_dtype(x, 1 / self.input_factors)
+        return replace(self, stored=requantize(self.stored, reshape(x, self.stored.shape), key))
+
+
+def multiply_in_own_dtype(x: Array, factors: Array) -> Array:
+    """An array times factors of a dtype that may be wider, rounded once to its own."""
+    return (jnp.asarray(x).astype(jnp.promote_types(x.dtype, factors.dtype)) * factors).astype(x.dtype)
+
+
+export.register_pytree_node_serialization(
+    StoredAs,
+    serialized_name="jchop.StoredAs",
+    serialize_auxdata=lambda static: json.dumps(static).encode(),
+    deserialize_auxdata=lambda data: (tuple(json.loads(data)[0]), json.loads(data)[1]),
+)
 
 
 def fit_scale(x: Any, spec: _StorageSpec) -> tuple[_codes.Scale, Any]:
@@ -212,6 +316,10 @@ def fit_scale(x: Any, spec: _StorageSpec) -> tuple[_codes.Scale, Any]:
     with enable_x64_for(array.dtype), jax.named_scope(JCHOP_SCOPE):
         scales = _fit_group_scales(array, spec=spec)
         return jax.tree.map(_leaf_to_numpy, scales) if numpy else scales
+
+
+def _has_codes(leaf: Any) -> bool:
+    return isinstance(leaf, QArray | StoredAs)
 
 
 # -- the traced part ---------------------------------------------------------------------------------------------------
@@ -317,36 +425,6 @@ def _leaf_to_numpy(leaf: Any) -> Any:
     return leaf if isinstance(leaf, jax.core.Tracer) else np.asarray(leaf)
 
 
-# -- trees of arrays ---------------------------------------------------------------------------------------------------
-
-
-def dequantize_params(params: Any) -> Any:
-    """A pytree with every `QArray` replaced by its numbers, for losses, gradients and optimizers.
-
-    Args:
-        params: a pytree of arrays and QArrays. A parameter that `jchop.quantize_fn(...).pack` stored in another shape
-            becomes an array in its own shape.
-
-    Returns:
-        A pytree of arrays.
-
-    Raises:
-        TypeError: for leaves of a QArray in a dict, as of a checkpoint that was restored without a target.
-
-    Example:
-        >>> import jax.numpy as jnp, jchop as jc
-        >>> params = {"w": jc.quantize(jnp.ones((2, 4)), jc.formats.int8(channel=0)), "b": jnp.zeros(4)}
-        >>> jc.storage.dequantize_params(params)["w"].shape
-        (2, 4)
-    """
-    refuse_qarray_dicts("params", params)
-
-    def has_codes(leaf: Any) -> bool:
-        return isinstance(leaf, QArray | PackedParam)
-
-    return jax.tree.map(lambda leaf: dequantize(leaf) if has_codes(leaf) else leaf, params, is_leaf=has_codes)
-
-
 # -- scales and zero points by half-quadratic quantization: a search over the data, not a rule of a format -------------
 
 
@@ -390,8 +468,9 @@ def fit_half_quadratic(
 
     Example:
         >>> import numpy as np, jchop as jc
+        >>> from jchop.storage._quantize import fit_half_quadratic
         >>> x = np.array([[0.0, 0.4, 0.4, 0.4, 1.4, 15.0]], np.float32)
-        >>> scale, zero_point = jc.storage.fit_half_quadratic(x, jc.formats.uint4(channel=0, zero_point="float"))
+        >>> scale, zero_point = fit_half_quadratic(x, jc.formats.uint4(channel=0, zero_point="float"))
         >>> scale.tolist(), round(float(zero_point[0, 0]), 2)  # four of six errors become smaller
         ([[1.0]], 0.34)
     """

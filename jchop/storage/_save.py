@@ -1,8 +1,9 @@
-"""Saves pytrees with QArrays to safetensors files, and loads them."""
+"""`save` and `load`: models and pytrees with QArrays in safetensors files."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -14,34 +15,39 @@ from jax.sharding import NamedSharding
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from jchop._common.bit_ops import CARRIERS
-from jchop._common.checks import check, check_bool, place_in_errors
+from jchop._common.checks import check, keyword_hints, place_in_errors
 from jchop._common.files import as_path, json_object, short_text
+from jchop._common.on_demand import is_module_of, load_name
 from jchop._round.arguments import has_tracer
 from jchop._spec.spec import parse
 from jchop.formats import ScaledFormat
 from jchop.storage._array import QArray, named_sharding_of, refuse_qarray_dicts
 from jchop.storage._codes import check_qarray_leaves, qarray_shape
 from jchop.storage._files import safetensors
+from jchop.storage._quantize import StoredAs
 
 #: The metadata key that describes QArrays: JSON, which maps the name of each to its spec as text, the length of its
 #: last axis and its dtype.
 QARRAYS_KEY = "jchop.qarrays"
 #: The metadata key that names the random keys among the tensors: JSON, which maps each name to its implementation.
 RANDOM_KEYS_KEY = "jchop.keys"
+#: The metadata key for packed parameters that are stored in another shape than their own: JSON, which maps the name of
+#: each to its shape, and to how many axes the stored array has for one of a stack.
+STORED_SHAPES_KEY = "jchop.packed"
+#: The tensor of the factors by which the inputs of a packed parameter are multiplied.
+_FACTORS = "input_factors"
 #: The most differing leaves in an error.
 _MOST_DIFFERENCES = 3
 
 
-def save_safetensors(path: str | os.PathLike[str], tree: Any, *, metadata: Mapping[str, str] | None = None) -> None:
-    """Writes a pytree of arrays and QArrays to a safetensors file, atomically.
+def save(path: str | os.PathLike[str], tree: Any, *, metadata: Mapping[str, str] | None = None) -> None:
+    """Writes arrays and QArrays, or a model that holds them, to a safetensors file for `load`, in one step.
 
-    The name of a tensor is its path in the tree, joined with dots (``layers.0.kernel``). The leaves of a QArray are
-    plain tensors named ``NAME.qvalue``, ``NAME.scale``, ``NAME.zero_point``, ``NAME.places``. If a scale has several
-    parts, there are also ``NAME.tensor_scale`` (a rule with a scale of the tensor), or ``NAME.scale_scale`` and
-    possibly ``NAME.scale_zero_point`` (scales that are quantized again). A random key (`jax.random.key`) is the tensor
-    of its data. A parameter that `jchop.quantize_fn(...).pack` stored in another shape is ``NAME.stored``, a QArray of
-    that shape; `load_safetensors` with `like` gives it back. An existing file is replaced in one step. No further
-    package is needed.
+    What is packed stays packed. The name of a tensor is its path in the tree, joined with dots (``layers.0.kernel``).
+    The leaves of a QArray are plain tensors named ``NAME.qvalue``, ``NAME.scale``, ``NAME.zero_point``,
+    ``NAME.places``. If a scale has several parts, there are also ``NAME.tensor_scale`` (a rule with a scale of the
+    tensor), or ``NAME.scale_scale`` and possibly ``NAME.scale_zero_point`` (scales that are quantized again). A random
+    key (`jax.random.key`) is the tensor of its data. No further package is needed.
 
     If an array spans several processes (`jax.distributed`), all processes call this with the same path, in a folder
     that all of them see, and write one file together: each the parts of its own devices, the first one all other
@@ -50,7 +56,8 @@ def save_safetensors(path: str | os.PathLike[str], tree: Any, *, metadata: Mappi
 
     Args:
         path: path of the file. A symbolic link is replaced; its target stays.
-        tree: a container (dict, list, NNX state ...) of JAX and NumPy arrays and QArrays.
+        tree: a module of Flax NNX or Equinox, variables of Linen, or another container (dict, list, state of an
+            optimizer ...) of JAX and NumPy arrays and QArrays.
         metadata: texts for the header of the file. Default: none.
 
     Raises:
@@ -61,31 +68,35 @@ def save_safetensors(path: str | os.PathLike[str], tree: Any, *, metadata: Mappi
     Example:
         >>> import tempfile, pathlib, jax.numpy as jnp, jchop as jc
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "model.safetensors"
-        >>> jc.save_safetensors(path, {"kernel": jc.quantize(jnp.ones((2, 8)), jc.formats.mxfp4), "bias": jnp.zeros(2)})
-        >>> jc.load_safetensors(path)["kernel"].bits_per_element
+        >>> jc.save(path, {"kernel": jc.quantize(jnp.ones((2, 8)), jc.formats.mxfp4), "bias": jnp.zeros(2)})
+        >>> jc.load(path)["kernel"].bits_per_element
         5.0
     """
     if has_tracer(tree):
-        raise TypeError(
-            "tree has traced arrays, and save_safetensors writes values: call it outside of transformations"
-        )
+        raise TypeError("tree has traced arrays, and save writes values: call it outside of transformations")
     texts, path = _check_metadata(metadata), as_path("path", path)
     tensors: dict[str, Any] = {}
     descriptions: dict[str, dict[str, Any]] = {}
-    leaves = leaves_by_name(tree)
+    leaves = leaves_by_name(split_model(tree)[0], QArray | StoredAs)
     used: set[str] = set()
     keys: dict[str, str] = {}
+    shapes: dict[str, dict[str, Any]] = {}
     for name, _, leaf in leaves:
-        if _is_random_key(leaf):
-            keys[name], leaf = str(jax.random.key_impl(leaf)), jax.random.key_data(leaf)
+        factors = {}
+        if isinstance(leaf, StoredAs):
+            factors = {} if leaf.input_factors is None else {f"{name}.{_FACTORS}": leaf.input_factors}
+            shapes[name], leaf = {"shape": leaf.shape, "axes": leaf.ndim_stored}, leaf.stored
+        elif _is_random_key(leaf):
+            keys[name], leaf = _random_key_kind(leaf), jax.random.key_data(leaf)
         parts = {name: leaf}
         if isinstance(leaf, QArray):
-            parts, descriptions[name] = qarray_tensors(name, leaf), qarray_description(leaf)
+            parts, descriptions[name] = qarray_tensors(name, leaf) | factors, qarray_description(leaf)
         if twice := used & {name, *parts}:
             raise ValueError(f"tree has two leaves of the name {min(twice)!r}")
         used |= {name, *parts}
         tensors |= parts
     entries = safetensors.place_tensors({name: _tensor_entry(name, array) for name, array in tensors.items()})
+    texts |= {STORED_SHAPES_KEY: json.dumps(shapes)} if shapes else {}
     texts |= qarray_metadata(descriptions) | tree_metadata({name: path for name, path, _ in leaves})
     texts |= {RANDOM_KEYS_KEY: json.dumps(keys)} if keys else {}
     if any(map(safetensors.spans_processes, tensors.values())):
@@ -95,51 +106,68 @@ def save_safetensors(path: str | os.PathLike[str], tree: Any, *, metadata: Mappi
     safetensors.write_tensors(path, entries, texts, lambda name: np.asarray(tensors[name]))
 
 
-def load_safetensors(path: str | os.PathLike[str], *, like: Any = None, nested: bool = False) -> Any:
-    """Reads a safetensors file of `save_safetensors` or any other program.
+@keyword_hints({"nested": "nothing: load gives the saved dicts and lists; load_checkpoint gives arrays by name"})
+def load(path: str | os.PathLike[str], like: Any = None) -> Any:
+    """Reads a safetensors file of `save` or any other program.
 
     Args:
         path: path of the file.
-        like: a pytree with the structure of the result. Its arrays, QArrays and `jax.ShapeDtypeStruct` (as from
-            `jax.eval_shape`) must have the shapes, dtypes and specs of the file. A leaf without a shape and a dtype,
-            such as 0, stands for any array. An array or a `jax.ShapeDtypeStruct` with a `jax.sharding.NamedSharding`
-            says where the array is placed; every process reads the parts of its own devices, array by array.
-            Default: none.
-        nested: whether to return the saved dicts and lists, from the record of `save_safetensors`. Default: False.
+        like: a model or pytree with the structure of the result: a module of Flax NNX (under `flax.nnx.eval_shape` its
+            construction allocates no arrays) or of Equinox (under `equinox.filter_eval_shape`), quantized by the same
+            rules, or any container. Its arrays, QArrays and `jax.ShapeDtypeStruct` (as from `jax.eval_shape`) must have
+            the shapes, dtypes and specs of the file. A leaf without a shape and a dtype, such as 0, stands for any
+            array. An array or a `jax.ShapeDtypeStruct` with a `jax.sharding.NamedSharding` says where the array is
+            placed; every process reads the parts of its own devices, array by array. Default: none.
 
     Returns:
-        JAX arrays and QArrays of them: in a dict by name, in the saved dicts and lists, or in the structure of `like`.
-        64-bit data keeps its dtype for every value of ``jax_enable_x64``. With `nested`, tuples and other sequences
-        become lists, other containers dicts; containers without arrays are omitted.
+        A new model or tree like `like`, with the JAX arrays and QArrays of the file. Without `like`, the saved dicts
+        and lists: tuples and other sequences become lists, other containers dicts; containers without arrays are
+        omitted. A dict by name, if the file has no record of them, as those of other programs
+        (`jchop.load_checkpoint` gives the names of any file). 64-bit data keeps its dtype for every value of
+        ``jax_enable_x64``.
 
     Raises:
-        ValueError: if the file is not a valid safetensors file; if its arrays differ from the arrays of `like`; for
-            `nested` together with `like`, or for a file without a record.
+        ValueError: if the file is not a valid safetensors file, or its arrays differ from those of `like`; the message
+            names the array.
         OSError: if it cannot be read.
 
     Example:
         >>> import tempfile, pathlib, jax, jax.numpy as jnp, jchop as jc
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "model.safetensors"
-        >>> jc.save_safetensors(path, {"layers": [{"bias": jnp.arange(3.0)}]})
-        >>> jc.load_safetensors(path)
-        {'layers.0.bias': Array([0., 1., 2.], dtype=float32)}
-        >>> jc.load_safetensors(path, nested=True)
+        >>> jc.save(path, {"layers": [{"bias": jnp.arange(3.0)}]})
+        >>> jc.load(path)
         {'layers': [{'bias': Array([0., 1., 2.], dtype=float32)}]}
-        >>> jc.load_safetensors(path, like={"layers": [{"bias": jax.ShapeDtypeStruct((3,), "float32")}]})
+        >>> jc.load(path, like={"layers": [{"bias": jax.ShapeDtypeStruct((3,), "float32")}]})
         {'layers': [{'bias': Array([0., 1., 2.], dtype=float32)}]}
     """
-    check_bool("nested", nested)
-    check(like is None or not nested, "nested=True has no effect beside like=, which defines the structure")
+    like_tree, rebuild = split_model(like)
     with safetensors.TensorFile(as_path("path", path)) as file, jax.enable_x64(True):
         descriptions = qarrays_in(file)
         owners = {part for name, fields in descriptions.items() for part in qarray_tensor_names(name, fields)}
+        shapes = _stored_shapes_in(file, descriptions)
+        factor_names = {name: f"{name}.{_FACTORS}" for name in shapes if f"{name}.{_FACTORS}" in file.entries}
+        owners |= {*factor_names.values()}
         keys = _random_keys_in(file, owners)
-        paths = tree_paths_in(file, {*descriptions, *file.entries} - owners) if nested else {}
-        like_leaves = {} if like is None else {name: leaf for name, _, leaf in leaves_by_name(like)}
+        # Without a record of shapes the names are those of the parts of parameters.
+        packed_types = QArray | StoredAs if shapes else QArray
+        like_leaves = {} if like is None else {name: leaf for name, _, leaf in leaves_by_name(like_tree, packed_types)}
+        for name in (name for name, leaf in like_leaves.items() if _is_random_key(leaf) and name in file.entries):
+            if name not in keys:  # a file without kinds
+                keys[name] = _random_key_kind(like_leaves[name])
+                with place_in_errors(f"{path} and like= differ: {name!r}", (ValueError, TypeError)):
+                    _random_key_type(file, name, keys[name])
+        recorded = like is None and TREE_KEY in file.metadata
+        paths = tree_paths_in(file, {*descriptions, *file.entries} - owners) if recorded else {}
+
+        def leaves_of(read: Callable[[str], Any]) -> dict[str, Any]:
+            leaves = _leaves_in(file, descriptions, keys, read)
+            factors = {name: leaves.pop(tensor) for name, tensor in factor_names.items()}
+            packed = {name: StoredAs(leaves[name], *fields, factors.get(name)) for name, fields in shapes.items()}
+            return leaves | packed
+
         if like is not None:
-            shapes = {name: jax.ShapeDtypeStruct(entry.shape, entry.dtype) for name, entry in file.entries.items()}
-            abstract = jax.eval_shape(lambda shapes: _leaves_in(file, descriptions, keys, shapes.get), shapes)
-            _check_like_tree(path, like_leaves, abstract)
+            types = {name: jax.ShapeDtypeStruct(entry.shape, entry.dtype) for name, entry in file.entries.items()}
+            _check_like_tree(path, like_leaves, jax.eval_shape(lambda types: leaves_of(types.get), types))
         tensor_shardings = _tensor_shardings(like_leaves)
 
         def read(name: str) -> jax.Array:
@@ -148,15 +176,53 @@ def load_safetensors(path: str | os.PathLike[str], *, like: Any = None, nested: 
                 jnp.asarray(file.read(name)) if sharding is None else safetensors.read_to_devices(file, name, sharding)
             )
 
-        arrays = _leaves_in(file, descriptions, keys, read)
+        arrays = leaves_of(read)
         for name in keys:
             if (sharding := named_sharding_of(like_leaves.get(name))) is not None:
                 arrays[name] = jax.device_put(arrays[name], sharding)
-    if nested:
-        return nest_leaves([(paths[name], arrays[name]) for name in arrays])
     if like is None:
-        return arrays
-    return jax.tree.unflatten(jax.tree.structure(like, is_leaf=_is_qarray), [arrays[name] for name in like_leaves])
+        return nest_leaves([(paths[name], arrays[name]) for name in arrays]) if recorded else arrays
+    structure = jax.tree.structure(like_tree, is_leaf=lambda node: isinstance(node, packed_types))
+    return rebuild(structure.unflatten([arrays[name] for name in like_leaves]))
+
+
+def split_model(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """The arrays of a tree or a model, and a function that gives one like it of other arrays."""
+    if is_module_of("flax.nnx", tree) or is_module_of("equinox", tree):
+        return load_name("jchop.nn._arrays", "split_arrays")(tree)
+    return tree, lambda arrays: arrays
+
+
+def _stored_shapes_in(
+    file: safetensors.TensorFile, descriptions: Mapping[str, Any]
+) -> dict[str, tuple[tuple[int, ...], int]]:
+    """The shapes of parameters that are stored in another one, and how many axes that has, by name; without a stack.
+
+    Raises:
+        ValueError: if the metadata are damaged, or a shape is none of the stored array.
+    """
+    shapes = {}
+    for name, fields in _jchop_metadata(file, STORED_SHAPES_KEY).items():
+        with place_in_errors(f"{file.path}: bad metadata {STORED_SHAPES_KEY!r} for {short_text(name)}"):
+            are_fields = isinstance(fields, dict) and set(fields) == {"shape", "axes"}
+            if not are_fields or not safetensors.are_counts(fields["shape"]):
+                raise ValueError(f"{short_text(fields)} must be an object of shape, a list of integers >= 0, and axes")
+            check(name in descriptions, "no QArray has this name")
+            stored = qarray_shape_in(file.entries, name, descriptions[name])
+            shape, axes = tuple(fields["shape"]), fields["axes"]
+            stack = len(stored) - axes if safetensors.are_counts([axes]) and axes else -1
+            fits = 0 <= stack <= len(shape) and stored[:stack] == shape[:stack]
+            check(
+                fits and math.prod(stored) == math.prod(shape),
+                f"{short_text(fields)} is no shape of a QArray of shape {list(stored)}",
+            )
+            factors = file.entries.get(f"{name}.{_FACTORS}")
+            fit = factors is None or (
+                len(factors.shape) == len(shape) and all(n in (1, m) for n, m in zip(factors.shape, shape, strict=True))
+            )
+            check(fit, f"its {_FACTORS} do not have {len(shape)} axes of 1 or of its lengths")
+            shapes[name] = (shape[stack:], axes)
+    return shapes
 
 
 def _random_keys_in(file: safetensors.TensorFile, owners: set[str]) -> dict[str, str]:
@@ -173,6 +239,13 @@ def _random_keys_in(file: safetensors.TensorFile, owners: set[str]) -> dict[str,
             check(name in file.entries and name not in owners, "no tensor has this name")
             _random_key_type(file, name, kind)
     return keys
+
+
+def _random_key_kind(key: Any) -> str:
+    """The implementation of a random key, which may be abstract."""
+    kinds: list[str] = []
+    jax.eval_shape(lambda key: kinds.append(str(jax.random.key_impl(key))), key)
+    return kinds[0]
 
 
 def _random_key_type(file: safetensors.TensorFile, name: str, kind: str) -> Any:
@@ -196,6 +269,9 @@ def _tensor_shardings(like_leaves: Mapping[str, Any]) -> dict[str, NamedSharding
     """The shardings of tensors, by the arrays of `like` that have one."""
     tensors: dict[str, Any] = {}
     for name, leaf in like_leaves.items():
+        if isinstance(leaf, StoredAs):
+            tensors |= {f"{name}.{_FACTORS}": leaf.input_factors}
+            leaf = leaf.stored
         if not _is_random_key(leaf):
             tensors |= qarray_tensors(name, leaf) if _is_qarray(leaf) else {name: leaf}
     return {name: where for name, leaf in tensors.items() if (where := named_sharding_of(leaf)) is not None}
@@ -216,11 +292,12 @@ def _check_like_tree(path: object, like_leaves: Mapping[str, Any], file_leaves: 
 
 def _leaf_facts(leaf: Any) -> str | None:
     """The dtype and shape of a leaf; for a QArray also its spec and its parts. None if it has no dtype or shape."""
-    arrays = jax.tree.leaves(leaf) if _is_qarray(leaf) else [leaf]
+    packed = isinstance(leaf, QArray | StoredAs)
+    arrays = jax.tree.leaves(leaf) if packed else [leaf]
     if not all(hasattr(array, "dtype") and hasattr(array, "shape") for array in arrays):
         return None
     parts = " and ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
-    return f"{leaf.spec} of {leaf.dtype}{list(leaf.shape)} ({parts})" if _is_qarray(leaf) else parts
+    return f"{leaf.spec} of {leaf.dtype}{list(leaf.shape)} ({parts})" if packed else parts
 
 
 # -- QArrays as tensors ------------------------------------------------------------------------------------------------
@@ -346,7 +423,12 @@ def leaves_by_name(tree: Any, kinds: Any = QArray) -> list[tuple[str, tuple[Any,
     """The name, path and value of each leaf; what is of these classes is a leaf."""
     refuse_qarray_dicts("tree", tree)
     leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, kinds))[0]
-    check(not leaves or leaves[0][0], "a single array has no name; pass a dict: {'name': array}")
+    if tree is None or (leaves and not leaves[0][0]):
+        check(not hasattr(tree, "shape"), "a single array has no name; pass a dict: {'name': array}")
+        raise TypeError(
+            f"a {type(tree).__name__} is no container of arrays, and no module of Flax NNX or Equinox; of a "
+            "module of Linen, pass the variables"
+        )
     return [(jax.tree_util.keystr(path, simple=True, separator="."), path, leaf) for path, leaf in leaves]
 
 
@@ -368,7 +450,7 @@ def _check_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
     for key, text in (metadata or {}).items():
         if not isinstance(key, str) or not isinstance(text, str):
             raise TypeError(f"metadata has the entry {key!r}: {text!r}; both must be text")
-        if key in (RANDOM_KEYS_KEY, QARRAYS_KEY, TREE_KEY):
+        if key in (RANDOM_KEYS_KEY, QARRAYS_KEY, STORED_SHAPES_KEY, TREE_KEY):
             raise ValueError(f"metadata has an entry {key!r}, which is jchop's own")
     return dict(metadata or {})
 
@@ -403,18 +485,14 @@ def tree_paths_in(file: safetensors.TensorFile, names: Iterable[str]) -> dict[st
     """The recorded steps to each array of a file.
 
     Raises:
-        ValueError: if the file has no record, or one that is damaged or does not match `names`.
+        ValueError: if the record is damaged or does not match `names`.
     """
     names = set(names)
-    if TREE_KEY not in file.metadata and names:
-        raise ValueError(
-            f"{file.path} has no record of dicts and lists, which save_safetensors writes: omit nested to get the "
-            "arrays by name, or pass like="
-        )
     with place_in_errors(f"{file.path}: bad metadata {TREE_KEY!r}"):
         record = json_object(file.metadata.get(TREE_KEY, "{}"))
         if set(record) != names:
-            raise ValueError(f"it is of other arrays: {short_text(sorted(set(record) ^ names))}")
+            other = short_text(sorted(set(record) ^ names))
+            raise ValueError(f"it is of other arrays: {other}; jchop.load_checkpoint(path) reads arrays by name")
         for name, path in record.items():
             if not isinstance(path, list) or ".".join(map(_tree_step_text, path)) != name:
                 raise ValueError(f"{short_text(path)} does not lead to {short_text(name)}")

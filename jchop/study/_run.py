@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop._common.checks import as_iterable, check, check_bool, check_choice, check_int
-from jchop._common.files import require_extra, write_atomically
+from jchop._common.files import distribution_version, require_extra, write_atomically
 from jchop._common.text import RowReport, TableOrLine, table_lines
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec, as_spec
@@ -213,12 +212,7 @@ def _study_row(names: tuple[str, ...], spec: Spec, runs: np.ndarray) -> Row:
 
 def package_versions() -> dict[str, str]:
     versions = {"python": ".".join(map(str, sys.version_info[:3]))}
-    for name in _VERSIONS:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = "not installed"
-    return versions
+    return versions | {name: distribution_version(name) or "not installed" for name in _VERSIONS}
 
 
 # -- results ---------------------------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ def _qarray_from_tensors(parts: list[Tensor], text: str, copy: bool) -> QArray:
 class PackedTensor(nn.Module):
     """A tensor stored as codes and scales. A call returns its numbers.
 
-    The codes, scales and zero points are buffers with the names that `jchop.save_safetensors` gives them: ``qvalue``,
+    The codes, scales and zero points are buffers with the names that `jchop.save` gives them: ``qvalue``,
     ``scale``, and, if the format has them, ``zero_point``, ``tensor_scale``, ``scale_scale``, ``scale_zero_point``.
     They have no gradient. `load_state_dict` replaces them, and refuses parts of another spec, shape or dtype.
 

@@ -14,8 +14,7 @@ import pytest
 from checkpoint_layouts import F8, Tensors, bytes8, pack_file, read_file, words
 
 import jchop as jc
-from jchop import QArray
-from jchop.storage import load_checkpoint, save_checkpoint
+from jchop import QArray, load_checkpoint, save_checkpoint
 
 E8M0 = ml_dtypes.float8_e8m0fnu
 RNG = np.random.default_rng(0)
@@ -23,7 +22,7 @@ RNG = np.random.default_rng(0)
 
 def folder_of(path: Path, tensors: Tensors, config: dict[str, Any], metadata: dict[str, str] | None = None) -> Path:
     path.mkdir(exist_ok=True)
-    jc.storage.save_checkpoint(tensors, path / "model.safetensors", layout="plain")
+    jc.save_checkpoint(path / "model.safetensors", tensors, layout="plain")
     if metadata:
         (path / "model.safetensors").write_bytes(pack_file(tensors, metadata))
     (path / "config.json").write_text(json.dumps({"quantization_config": config} if config else {}))
@@ -131,7 +130,7 @@ def test_numbers_of_groups_that_do_not_divide(tmp_path: Path, name: str) -> None
     for layout in ("compressed-tensors", "gptq", "awq", "torchao", "fp8", "jchop"):
         target = tmp_path / layout
         try:
-            save_checkpoint({"m.weight": q}, target, layout)
+            save_checkpoint(target, {"m.weight": q}, layout)
         except ValueError as error:
             assert "\n" not in str(error) and "cannot be written in the layout" in str(error)
             continue
@@ -141,7 +140,7 @@ def test_numbers_of_groups_that_do_not_divide(tmp_path: Path, name: str) -> None
     refused = {"packed": "12 do not divide its last axis of 20", "integers": "15 do not divide its last axis of 20"}
     if name in refused:
         with pytest.raises(ValueError, match=refused[name]):
-            save_checkpoint({"m.weight": q}, tmp_path / "other", "compressed-tensors")
+            save_checkpoint(tmp_path / "other", {"m.weight": q}, "compressed-tensors")
 
 
 def test_scales_that_contradict_the_configuration(tmp_path: Path) -> None:
@@ -165,7 +164,7 @@ def test_one_group_of_more_columns_than_there_are(tmp_path: Path) -> None:
     codes = np.arange(64, dtype=np.uint8).reshape(32, 2) * 3  # four codes of two bits
     q = QArray(codes, np.ones((32, 1), np.float16), None, jc.Spec("int4(group=128,scale=float16)"), 4, np.dtype("f4"))
     for layout in ("compressed-tensors", "awq", "torchao"):
-        save_checkpoint({"m.weight": q}, tmp_path / layout, layout)
+        save_checkpoint(tmp_path / layout, {"m.weight": q}, layout)
         again = load_checkpoint(tmp_path / layout)["m.weight"]
         np.testing.assert_array_equal(again.qvalue, q.qvalue)
         assert again.spec == jc.Spec("int4(channel=-2,scale=float16)")
@@ -175,15 +174,15 @@ def test_a_file_without_a_configuration_holds_what_it_shows(tmp_path: Path) -> N
     path = tmp_path / "x.safetensors"
     tree = load_checkpoint(stored(tmp_path / "m", "blocks")[0])
     with pytest.raises(ValueError, match=r"into blocks of a known size; a folder has a configuration"):
-        save_checkpoint(tree, path, "compressed-tensors")
+        save_checkpoint(path, tree, "compressed-tensors")
     path.write_bytes(pack_file(blocks(5)[0], {}))
     with pytest.raises(ValueError, match="into blocks of a known size"):
         load_checkpoint(path)
     codes = np.frombuffer(sum(16 << 5 * i for i in range(6)).to_bytes(4, "little"), np.uint8)  # a word of zeros
     one = QArray(codes[None], np.ones((1, 1), np.float32), None, jc.Spec("int5(channel=-2)"), 6, np.dtype("f4"))
     with pytest.raises(ValueError, match=r"may be codes of \[2, 3, 4, 5\] bits.*a folder has a configuration"):
-        save_checkpoint({"m.weight": one}, path, "compressed-tensors")
-    save_checkpoint({"m.weight": one}, tmp_path / "one", "compressed-tensors")
+        save_checkpoint(path, {"m.weight": one}, "compressed-tensors")
+    save_checkpoint(tmp_path / "one", {"m.weight": one}, "compressed-tensors")
     np.testing.assert_array_equal(load_checkpoint(tmp_path / "one")["m.weight"].qvalue, one.qvalue)
 
 
@@ -225,7 +224,7 @@ def test_words_with_spare_bits(tmp_path: Path, bits: int, columns: int) -> None:
         bitstream = sum(codes[0].astype(object) << bits * np.arange(columns).astype(object))
         assert int.from_bytes(np.asarray(q.qvalue)[0].tobytes(), "little") == bitstream
         jax.tree.map(np.testing.assert_array_equal, q, found[0])
-    save_checkpoint({"m.weight": q}, tmp_path / "new", "compressed-tensors")
+    save_checkpoint(tmp_path / "new", {"m.weight": q}, "compressed-tensors")
     np.testing.assert_array_equal(
         read_file(tmp_path / "new/model.safetensors")[0]["m.weight_packed"], words(codes, bits)
     )
@@ -257,7 +256,7 @@ def test_a_zero_point_for_the_whole_tensor(tmp_path: Path, bits: int) -> None:
     q = load_checkpoint(folder_of(tmp_path / "m", tensors, config))["m.weight"]
     wanted = ((codes - (1 << bits - 1)) + 3).astype(np.float32) / 2
     np.testing.assert_array_equal(np.asarray(jc.dequantize(q)), wanted)
-    save_checkpoint({"m.weight": q}, tmp_path / "again", "compressed-tensors")
+    save_checkpoint(tmp_path / "again", {"m.weight": q}, "compressed-tensors")
     again, _ = read_file(tmp_path / "again/model.safetensors")
     for name, tensor in tensors.items():
         np.testing.assert_array_equal(again[name], tensor)
@@ -280,7 +279,7 @@ def test_scales_that_are_powers_of_two(tmp_path: Path, form: str) -> None:
     wanted = np.ldexp(weight.astype(np.float32), np.repeat(powers, 128, 0)[:130])
     np.testing.assert_array_equal(np.asarray(jc.dequantize(q)), wanted)
     assert q.spec.scaled.scale == jc.formats.float8_e8m0fnu  # type: ignore[union-attr]
-    save_checkpoint({"m.weight": q}, tmp_path / "again", "fp8")
+    save_checkpoint(tmp_path / "again", {"m.weight": q}, "fp8")
     config = json.loads((tmp_path / "again/config.json").read_text())["quantization_config"]
     assert config["scale_fmt"] == "ue8m0"
     again = load_checkpoint(tmp_path / "again")["m.weight"]

@@ -13,8 +13,7 @@ import pytest
 from checkpoint_layouts import CASES, F8, gguf_blocks, gguf_file, gguf_values, write_folder
 
 import jchop as jc
-from jchop import QArray
-from jchop.storage import load_checkpoint, save_checkpoint
+from jchop import QArray, load_checkpoint, save_checkpoint
 
 RNG = np.random.default_rng(0)
 BAD = np.full((4, 4), 3, np.int8)
@@ -60,7 +59,7 @@ def own(path: Path) -> None:
     file = path / "model.safetensors"
     path.mkdir(exist_ok=True)
     tree = {"w": {"weight": zeros}, "v": {"weight": zeros, "bias": jnp.ones(4)}, "norm": {"weight": jnp.ones(3)}}
-    jc.save_safetensors(file, tree)
+    jc.save(file, tree)
     file.write_bytes(file.read_bytes().replace(b"int8(", b"intx(", 1))  # the spec of v, which comes first
 
 
@@ -92,7 +91,7 @@ def test_one_weight_that_cannot_be_read(tmp_path: Path, name: str) -> None:
 
 def test_codes_without_a_configuration_beside_arrays(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
-    save_checkpoint({"l.weight": BAD, "l.qscale_weight": np.ones(4, "f4"), "n": np.ones(2)}, path, "plain")
+    save_checkpoint(path, {"l.weight": BAD, "l.qscale_weight": np.ones(4, "f4"), "n": np.ones(2)}, "plain")
     with pytest.warns(RuntimeWarning, match=r"'l\.weight' is not read: .*layout='plain' reads every tensor as it is"):
         assert set(load_checkpoint(path, strict=False)) == {"n"}
 
@@ -132,7 +131,7 @@ def test_weights_of_any_number_of_axes_in_gguf(tmp_path: Path, kind: int, shape:
     assert tree["e"].shape == (*shape, count)
     np.testing.assert_array_equal(np.asarray(jc.dequantize(tree["e"])), gguf_values(kind, raw).reshape(*shape, count))
     if kind < 12:
-        save_checkpoint(tree, tmp_path / "again.gguf", "gguf")
+        save_checkpoint(tmp_path / "again.gguf", tree, "gguf")
         again = load_checkpoint(tmp_path / "again.gguf")["e"]
         assert again.spec == tree["e"].spec
         np.testing.assert_array_equal(again.qvalue, tree["e"].qvalue)
@@ -142,7 +141,7 @@ def test_the_reason_for_8_bit_weights_of_bitsandbytes(tmp_path: Path) -> None:
     """Their configuration names a type of 4 bits, too, which says nothing about them."""
     config: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}
     config |= {"bnb_4bit_quant_type": "fp4"}
-    save_checkpoint({"v.weight": BAD, "v.SCB": np.ones(4, "f4")}, tmp_path / "model.safetensors", "plain")
+    save_checkpoint(tmp_path / "model.safetensors", {"v.weight": BAD, "v.SCB": np.ones(4, "f4")}, "plain")
     for name, value, said in (("load_in_8bit", True, "load_in_8bit=True"), ("load_in_8bit", False, "_type='fp4'")):
         text = {"quantization_config": config | {name: value, "load_in_4bit": not value}}
         (tmp_path / "config.json").write_text(json.dumps(text))

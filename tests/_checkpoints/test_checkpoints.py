@@ -29,8 +29,7 @@ from checkpoint_layouts import (
 from refusals import assert_refused
 
 import jchop as jc
-from jchop import QArray
-from jchop.storage import load_checkpoint, save_checkpoint
+from jchop import QArray, load_checkpoint, save_checkpoint
 
 
 def numbers(q: QArray) -> np.ndarray:
@@ -70,7 +69,7 @@ def test_written_and_read_by_the_definition(tmp_path: Path, name: str) -> None:
     x = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
     q = jc.quantize(x + (0.5 if "zero_point" in str(case.writes) else 0), case.writes)  # type: ignore[arg-type]
     folder = tmp_path / "model"
-    save_checkpoint({"w": {"weight": q}, "norm": {"weight": x[0]}}, folder, case.layout, config={"hidden_size": 64})
+    save_checkpoint(folder, {"w": {"weight": q}, "norm": {"weight": x[0]}}, case.layout, config={"hidden_size": 64})
     tensors, _ = read_file(folder / "model.safetensors")
     packed = tensors.get("w.weight_packed", np.zeros(0)).dtype == np.int32
     meaning = CASES["int8 packed"] if packed and q.spec.element.bits == 8 else case
@@ -105,7 +104,7 @@ def test_groups_of_any_columns_are_written(tmp_path: Path, layout: str, asymmetr
     )
     wanted = (codes - (np.float64(8) if zero is None else zero)) * scale.astype(np.float64)
     same(numbers(q), wanted.astype(np.float32))
-    save_checkpoint({"w.weight": q}, tmp_path / "m", layout)
+    save_checkpoint(tmp_path / "m", {"w.weight": q}, layout)
     tensors, _ = read_file(tmp_path / "m/model.safetensors")
     got = tensors["w.weight_g_idx" if layout == "compressed-tensors" else "w.g_idx"]
     assert sorted(np.bincount(got)) == [32, 32, 32]
@@ -144,15 +143,15 @@ def test_nvfp4_divides_and_says_when_it_cannot_be_exact(tmp_path: Path) -> None:
     assert close.spec == jc.Spec("nvfp4(scale=float8_e4m3fn)") and close.nbytes == 3 * 32 + 3 * 4 + 4
     np.testing.assert_allclose(numbers(close), values_nvfp4(tensors), rtol=2**-22)
     with pytest.raises(ValueError, match="exact=False permits"):
-        save_checkpoint({"w.weight": close}, tmp_path / "a", "compressed-tensors")
-    save_checkpoint({"w.weight": close}, tmp_path / "b", "compressed-tensors", exact=False)
+        save_checkpoint(tmp_path / "a", {"w.weight": close}, "compressed-tensors")
+    save_checkpoint(tmp_path / "b", {"w.weight": close}, "compressed-tensors", exact=False)
     again, _ = read_file(tmp_path / "b/model.safetensors")
     np.testing.assert_allclose(values_nvfp4(again), numbers(close), rtol=2**-22)
     q = load_checkpoint(tmp_path / "b", exact=False)["w.weight"]
     x = np.random.default_rng(0).standard_normal((4, 32)).astype(np.float32)
     scale, _ = jc.fit_scale(x, "nvfp4")
     power = jc.quantize(x, "nvfp4", scale=(scale[0], np.float32(2.0**-9)))
-    save_checkpoint({"w.weight": power}, tmp_path / "c", "compressed-tensors")
+    save_checkpoint(tmp_path / "c", {"w.weight": power}, "compressed-tensors")
     same(values_nvfp4(read_file(tmp_path / "c/model.safetensors")[0]), numbers(power))
     assert q.spec == close.spec
 
@@ -176,7 +175,7 @@ def test_gguf(tmp_path: Path, kind: int, text: str | None) -> None:
     if text is not None:
         q = jc.quantize(rng.standard_normal((3, 64)).astype(np.float32), f"{text}(group=32,scale=float16)")
         for stored in (q, tree["w"]):
-            save_checkpoint({"w": stored, "b": jnp.bfloat16([1, 2])}, tmp_path / "y.gguf", "gguf")
+            save_checkpoint(tmp_path / "y.gguf", {"w": stored, "b": jnp.bfloat16([1, 2])}, "gguf")
             again = load_checkpoint(tmp_path / "y.gguf")
             same(numbers(again["w"]), numbers(stored))
             data, size = (tmp_path / "y.gguf").read_bytes(), 18 if kind == 2 else 34
@@ -188,7 +187,7 @@ def test_gguf(tmp_path: Path, kind: int, text: str | None) -> None:
 def test_plain_arrays_keep_their_dtypes_in_gguf(tmp_path: Path) -> None:
     dtypes = (np.float64, np.float32, np.float16, np.int8, np.int16, np.int32, np.int64)
     arrays = {np.dtype(dtype).name: np.arange(-7, 7).reshape(2, 7).astype(dtype) for dtype in dtypes}
-    save_checkpoint(arrays, tmp_path / "x.gguf", "gguf")
+    save_checkpoint(tmp_path / "x.gguf", arrays, "gguf")
     for name, value in load_checkpoint(tmp_path / "x.gguf").items():
         assert value.dtype == name and np.array_equal(value, arrays[name])
 
@@ -203,13 +202,13 @@ def test_a_group_of_all_inputs_goes_with_groups_of_as_many(tmp_path: Path) -> No
     for tree, size in (({"a": a, "b": b}, 128), ({"a": a}, -1), ({"a": a, "c": c}, -1)):
         tree = {f"{name}.weight": q for name, q in tree.items()}
         target = tmp_path / "-".join(tree)
-        save_checkpoint(tree, target, "gptq")
+        save_checkpoint(target, tree, "gptq")
         config = json.loads((target / "config.json").read_text())["quantization_config"]
         assert config["group_size"] == size and "whole" not in config
         for name, q in load_checkpoint(target).items():
             same(numbers(q), numbers(tree[name]))
     with pytest.raises(ValueError, match="have one form, and these differ"):
-        save_checkpoint({"b.weight": b, "c.weight": c}, tmp_path / "new" / "odd", "gptq")
+        save_checkpoint(tmp_path / "new" / "odd", {"b.weight": b, "c.weight": c}, "gptq")
     assert not (tmp_path / "new").exists()
 
 
@@ -221,11 +220,11 @@ def test_layouts_convert_into_each_other(tmp_path: Path) -> None:
     for step, layout in enumerate(
         ("awq", "compressed-tensors", "gptq", "torchao", "gptq_v2", "jchop", "compressed-tensors")
     ):
-        save_checkpoint(tree, tmp_path / str(step), layout)
+        save_checkpoint(tmp_path / str(step), tree, layout)
         tree = load_checkpoint(tmp_path / str(step))
         assert tree["w.weight"].spec == q.spec
         jax.tree.map(np.testing.assert_array_equal, tree["w.weight"], q)
-    save_checkpoint(tree, tmp_path / "plain", "plain")
+    save_checkpoint(tmp_path / "plain", tree, "plain")
     same(np.asarray(load_checkpoint(tmp_path / "plain")["w.weight"]), numbers(q))
 
 
@@ -250,7 +249,7 @@ def test_what_a_layout_cannot_hold(tmp_path: Path, rows: list[tuple[str, str, st
         q = jc.quantize(np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32), spec)
         target = tmp_path / ("x.gguf" if layout == "gguf" else "x")
         with pytest.raises(ValueError, match=said) as error:
-            save_checkpoint({"w.weight": q}, target, layout)
+            save_checkpoint(target, {"w.weight": q}, layout)
         assert "\n" not in str(error.value)
 
 
@@ -300,7 +299,7 @@ def test_damaged_weights(tmp_path: Path) -> None:
 
 def test_folders(tmp_path: Path) -> None:
     tree = {f"layers.{i}.weight": jc.quantize(np.eye(32, 64, dtype=np.float32), "int8(channel=0)") for i in range(5)}
-    save_checkpoint(tree, folder := tmp_path / "m", "compressed-tensors", shard_bytes=5000)
+    save_checkpoint(folder := tmp_path / "m", tree, "compressed-tensors", shard_bytes=5000)
     names = sorted(path.name for path in folder.iterdir())
     assert names == [
         "config.json",
@@ -310,7 +309,7 @@ def test_folders(tmp_path: Path) -> None:
     again = load_checkpoint(folder)
     jax.tree.map(np.testing.assert_array_equal, again, tree)
     with pytest.raises(ValueError, match="has tensors already"):
-        save_checkpoint(tree, folder, "compressed-tensors")
+        save_checkpoint(folder, tree, "compressed-tensors")
     index = folder / "model.safetensors.index.json"
     good = json.loads(index.read_text())
     for said, homes in (
@@ -365,17 +364,17 @@ def test_arguments(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="layout='x' must be one of"):
         load_checkpoint(tmp_path, "x")
     with pytest.raises(ValueError, match="layout='auto' must be one of"):
-        save_checkpoint({"w.weight": q}, tmp_path / "m", "auto")
+        save_checkpoint(tmp_path / "m", {"w.weight": q}, "auto")
     with pytest.raises(ValueError, match="has quantized arrays named"):
-        save_checkpoint({"kernel": q}, tmp_path / "m2", "compressed-tensors")
+        save_checkpoint(tmp_path / "m2", {"kernel": q}, "compressed-tensors")
     with pytest.raises(ValueError, match="and only these, have the layout"):
-        save_checkpoint({"w": q}, tmp_path / "m3", "gguf")
+        save_checkpoint(tmp_path / "m3", {"w": q}, "gguf")
     (taken := tmp_path / "m5").write_bytes(b"old")
     with pytest.raises(ValueError, match=r"m5 is a file; tensors are written to a folder, or to a file that ends in"):
-        save_checkpoint({"w.weight": q}, taken, "plain")
+        save_checkpoint(taken, {"w.weight": q}, "plain")
     assert taken.read_bytes() == b"old"
     with pytest.raises(TypeError, match="only arrays"):
-        save_checkpoint({"w": "text"}, tmp_path / "m4", "plain")
+        save_checkpoint(tmp_path / "m4", {"w": "text"}, "plain")
     (path := tmp_path / "x.safetensors").write_bytes(pack_file(CASES["gptq"].make(np.random.default_rng(0)), {}))
     with pytest.raises(ValueError, match="pass layout='gptq', 'gptq_v2' or 'awq'"):
         load_checkpoint(path)
@@ -453,7 +452,7 @@ def test_codes_without_a_configuration_are_not_plain_tensors(tmp_path: Path) -> 
 
     def read(codes: str, scales: str, dtype: Any) -> None:
         tensors = {codes: np.zeros((2, 4), dtype), scales: np.ones((2, 1), np.float32), "norm.weight": np.ones(3, "f4")}
-        jc.save_safetensors(path, tensors)
+        jc.save(path, tensors)
         plain = load_checkpoint(path, "plain")
         assert {name: array.dtype for name, array in plain.items()} == {
             name: array.dtype for name, array in tensors.items()
@@ -490,7 +489,7 @@ def test_experts_of_gpt_oss(tmp_path: Path, ends: tuple[str, str], config: dict[
         wanted = np.ldexp(elements, scales[..., None].astype(np.int32) - 127)
         assert tree[name].spec == jc.Spec(jc.formats.mxfp4)
         same(numbers(tree[name]), wanted.reshape(*scales.shape[:-1], -1))
-    save_checkpoint(tree, tmp_path / "again", "mxfp4", config={"model_type": "gpt_oss"})
+    save_checkpoint(tmp_path / "again", tree, "mxfp4", config={"model_type": "gpt_oss"})
     again, _ = read_file(tmp_path / "again/model.safetensors")
     for name, tensor in tensors.items():
         written = name.removesuffix(ends[0]) + "_blocks" if name.endswith(ends[0]) else name
@@ -523,7 +522,7 @@ def test_blocks_that_are_no_weight_of_gpt_oss(tmp_path: Path) -> None:
     x = np.random.default_rng(0).standard_normal((4, 48)).astype(np.float32)
     for said, spec in (("is no multiple of 32", "mxfp4"), ("not mxfp4 along the last", "mxfp4(group=16)")):
         with pytest.raises(ValueError, match=said):
-            save_checkpoint({"w": jc.quantize(x, spec)}, tmp_path / "m", "mxfp4")
+            save_checkpoint(tmp_path / "m", {"w": jc.quantize(x, spec)}, "mxfp4")
 
 
 def test_what_only_looks_like_codes_is_read(tmp_path: Path) -> None:

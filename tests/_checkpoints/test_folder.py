@@ -15,10 +15,10 @@ import pytest
 from each_case import each
 
 import jchop as jc
+from jchop import load_checkpoint, save_checkpoint
 from jchop._checkpoints import writer
 from jchop._checkpoints.writer import convert_checkpoint
 from jchop.nn._shared.lora_rule import read_adapters, write_adapters
-from jchop.storage import load_checkpoint, save_checkpoint
 
 posix = pytest.mark.skipif(os.name != "posix", reason="locks, permissions and links of POSIX")
 SHARD = 64
@@ -34,7 +34,7 @@ def is_tree(path: Path, sign: int) -> bool:
 
 
 def save_tree(path: Path, sign: int) -> None:
-    save_checkpoint(tree(sign), path, "plain", shard_bytes=SHARD)
+    save_checkpoint(path, tree(sign), "plain", shard_bytes=SHARD)
 
 
 def save_adapters(path: Path, sign: int) -> None:
@@ -131,12 +131,12 @@ def test_an_unfinished_folder_is_no_checkpoint(tmp_path: Path, shard_bytes: int,
         shutil.copytree(target, tmp_path / "killed")
 
     monkeypatch.setattr(writer, write.__name__, copy_folder)
-    save_checkpoint(tree(1), tmp_path / "m", "plain", config={"a": 1}, shard_bytes=shard_bytes)
+    save_checkpoint(tmp_path / "m", tree(1), "plain", config={"a": 1}, shard_bytes=shard_bytes)
     monkeypatch.undo()
     assert is_tree(tmp_path / "m", 1) and list((tmp_path / "killed").glob("*.safetensors"))
     with pytest.raises(FileNotFoundError, match="of an unfinished run of jchop"):
         load_checkpoint(tmp_path / "killed")
-    save_checkpoint(tree(-1), tmp_path / "killed", "plain", shard_bytes=shard_bytes)
+    save_checkpoint(tmp_path / "killed", tree(-1), "plain", shard_bytes=shard_bytes)
     assert is_tree(tmp_path / "killed", -1)
 
 

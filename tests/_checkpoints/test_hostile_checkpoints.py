@@ -17,8 +17,8 @@ from checkpoint_layouts import CASES, gguf_file, pack_file, words
 from each_case import each
 from hostile_checkpoints import search
 
+from jchop import load_checkpoint
 from jchop._checkpoints.checkpoint import open_checkpoint
-from jchop.storage import load_checkpoint
 from jchop.storage._files.safetensors import ShardFiles
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,6 +17,7 @@ import pytest
 
 import jchop as jc
 from jchop import QArray
+from jchop.storage import fit_half_quadratic
 
 RNG = np.random.default_rng(0)
 W = (RNG.standard_normal((512, 1024)) * 0.02).astype(np.float32)
@@ -122,7 +123,7 @@ def tinygemm_codes_are_theirs(stored: Stored) -> None:
 def half_quadratic_zero_points(stored: Stored) -> None:
     """HQQ in groups of 32: 22.44 dB, and 22.42 of the product, from whole zero points."""
     text = "int4(group=32,zero_point=float)"
-    scale, zero_point = jc.storage.fit_half_quadratic(W, text, whole_start=True)
+    scale, zero_point = fit_half_quadratic(W, text, whole_start=True)
     np.testing.assert_array_equal(scale, stored(text).scale)
     got = jc.dequantize(jc.quantize(W, text, scale=scale, zero_point=zero_point))
     assert decibels(W, got) == pytest.approx(22.44, abs=0.05)

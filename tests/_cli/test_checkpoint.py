@@ -21,8 +21,8 @@ from checkpoint_layouts import CASES, make_nvfp4, write_folder
 from further import Further
 
 import jchop as jc
+from jchop import load_checkpoint, save_checkpoint
 from jchop._checkpoints.writer import convert_checkpoint
-from jchop.storage import load_checkpoint, save_checkpoint
 
 further = Further()
 
@@ -72,9 +72,9 @@ def test_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 def test_a_refused_run_leaves_no_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The next run may take the name; a folder that was there keeps its files."""
-    save_checkpoint({"w": np.ones((8, 32), np.float32)}, source := tmp_path / "in", "plain")
+    save_checkpoint(source := tmp_path / "in", {"w": np.ones((8, 32), np.float32)}, "plain")
     packed = jc.quantize(np.ones((8, 32), np.float32), "int4(group=32,scale=float16)")
-    save_checkpoint({"w": packed}, odd := tmp_path / "odd", "jchop")  # no name that compressed-tensors has
+    save_checkpoint(odd := tmp_path / "odd", {"w": packed}, "jchop")  # no name that compressed-tensors has
     new, old = tmp_path / "new" / "folder", tmp_path / "old"
     old.mkdir()
     (old / "notes.txt").write_text("mine")
@@ -94,7 +94,7 @@ def test_numbers_differ_in_their_last_bit_only_where_that_is_allowed(
 ) -> None:
     write_folder(folder := tmp_path / "folder", make_nvfp4(np.random.default_rng(3)), CASES["nvfp4"])
     close = load_checkpoint(folder, exact=False)["w.weight"]
-    save_checkpoint({"w.weight": close}, source := tmp_path / "in", "jchop")
+    save_checkpoint(source := tmp_path / "in", {"w.weight": close}, "jchop")
     argv = ["convert", str(source), str(target := tmp_path / "out"), "--layout", "compressed-tensors"]
     assert "w.weight" in error(capsys, *argv) and not target.exists()
     run(capsys, *argv, "--inexact")
@@ -115,7 +115,7 @@ class Killed(BaseException):
 def test_a_killed_run_goes_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     x = np.random.default_rng(0).standard_normal((6, 32, 64)).astype(np.float32)
     tree = {f"l{i}.weight": jc.quantize(part, "int4(group=32,scale=float16)") for i, part in enumerate(x)}
-    save_checkpoint(tree, source := tmp_path / "in", "awq", shard_bytes=3000)
+    save_checkpoint(source := tmp_path / "in", tree, "awq", shard_bytes=3000)
     convert_checkpoint(source, whole := tmp_path / "whole", "gptq", shard_bytes=3000)
     target = tmp_path / "out"
 
@@ -138,7 +138,7 @@ def test_a_killed_run_goes_on(capsys: pytest.CaptureFixture[str], tmp_path: Path
 def test_quantize_a_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     x: Any = np.random.default_rng(0).standard_normal((3, 8, 64)).astype(np.float32)
     tree = {f"l{i}.weight": part for i, part in enumerate(x)} | {"norm": x[0, 0]}
-    save_checkpoint(tree, source := tmp_path / "in", "plain", shard_bytes=4096)
+    save_checkpoint(source := tmp_path / "in", tree, "plain", shard_bytes=4096)
     rules = ("--rule", "weight=int8(channel=0)", "--rule", "norm=bfloat16")
     run(capsys, "quantize", source, target := tmp_path / "out", *rules)
     found = load_checkpoint(target)
@@ -200,7 +200,7 @@ def a_folder_is_converted_in_little_memory_and_survives_kills(tmp_path: Path, la
     Within this process half of that is converted, and what NumPy takes is counted.
     """
     if not process:
-        save_checkpoint(packed(32), tmp_path / "in", "awq", shard_bytes=1 << 20)
+        save_checkpoint(tmp_path / "in", packed(32), "awq", shard_bytes=1 << 20)
         tracemalloc.start()
         convert_checkpoint(tmp_path / "in", tmp_path / "out", layout, shard_bytes=1 << 20)
         most = tracemalloc.get_traced_memory()[1]
@@ -213,7 +213,7 @@ def a_folder_is_converted_in_little_memory_and_survives_kills(tmp_path: Path, la
     tree, mebibyte = packed(64), 1 << 20
     target, whole = tmp_path / "out", tmp_path / "whole"
     for name, part in (("small", {"l.weight": tree["l0.weight"]}), ("in", tree)):
-        save_checkpoint(part, tmp_path / name, "awq", shard_bytes=8 * mebibyte)
+        save_checkpoint(tmp_path / name, part, "awq", shard_bytes=8 * mebibyte)
     (tmp_path / "in" / "tokenizer.json").write_text("{}")
     argv = ("convert", tmp_path / "small", tmp_path / "in")
     options = ("--layout", layout, "--shard", "8")

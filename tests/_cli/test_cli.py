@@ -532,7 +532,7 @@ def test_extras_load_on_first_use_and_a_missing_one_is_named_in_one_line() -> No
         "jc.study.run()": ("flax, optax, sklearn", "study"),
         "jc.to_qwix(None)": ("qwix", "qwix"),
     }
-    names = ("formats", "math", "plot", "storage", "study")
+    names = ("formats", "math", "plot", "study")
     program = f"import contextlib, io, sys, jchop as jc; extras = {EXTRAS}\n"
     program += "print(extras & set(sys.modules), 'jchop.plot' in sys.modules, 'plot' in dir(jc))\n"
     program += f"print(*(getattr(jc, name).__name__ for name in {names}))\n"

@@ -37,7 +37,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     rng = np.random.default_rng(0)
     (tmp_path / "toy_model_of_ptq.py").write_text(MODEL)
     layers = [rng.normal(size=shape).astype(np.float32) / 3 for shape in ((8, 8), (8, 8))]
-    jc.save_safetensors(tmp_path / "w.safetensors", {"layers": layers, "bias": np.ones(8, np.float32)})
+    jc.save(tmp_path / "w.safetensors", {"layers": layers, "bias": np.ones(8, np.float32)})
     x = rng.normal(size=(40, 8)).astype(np.float32)
     np.savez(tmp_path / "data.npz", scale=x[:, 0], x=x)
     monkeypatch.chdir(tmp_path)
@@ -59,7 +59,7 @@ def test_it_writes_what_quantize_gives(capsys: pytest.CaptureFixture[str], work:
     assert (work / "r.png").read_bytes().startswith(b"\x89PNG") and not (work / "out.safetensors.run").exists()
     with np.load(work / "data.npz") as file:
         x, scale = file["x"], file["scale"]
-    params = jc.load_safetensors(work / "w.safetensors", nested=True)
+    params = jc.load(work / "w.safetensors")
     sys.path.insert(0, str(work))
     try:
         from toy_model_of_ptq import apply  # type: ignore[import-not-found]
@@ -68,7 +68,7 @@ def test_it_writes_what_quantize_gives(capsys: pytest.CaptureFixture[str], work:
     packed = jc.quantize_fn(apply, jc.Rule("layers", weight="int4(group=8)")).pack(
         params, batches=[(x, scale)], steps=[]
     )
-    jax.tree.map(np.testing.assert_array_equal, jc.load_safetensors(work / "out.safetensors", nested=True), packed)
+    jax.tree.map(np.testing.assert_array_equal, jc.load(work / "out.safetensors"), packed)
 
 
 @further.first

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def source(tmp_path: Path) -> Path:
     x = np.random.default_rng(0).standard_normal((8, 64)).astype(np.float32)
     path = tmp_path / "in.safetensors"
-    jc.save_safetensors(path, {"mlp": {"kernel": x, "bias": x[0]}, "step": np.int32(3)})
+    jc.save(path, {"mlp": {"kernel": x, "bias": x[0]}, "step": np.int32(3)})
     return path
 
 
@@ -46,7 +46,7 @@ def test_quantize_reports_and_writes(capsys: pytest.CaptureFixture[str], source:
     kernel, bias = rows["mlp.kernel"], rows["mlp.bias"]
     assert "SNR dB" in text[0].split("  ")
     assert kernel[1:6] == ["8 x 64", "float32", "int4(group=32,scale=bfloat16)", "2,048", "288"]
-    x = jc.load_safetensors(source)["mlp.kernel"]
+    x = jc.load_checkpoint(source)["mlp.kernel"]
     moved = np.asarray(jc.round_to_format(x, "int4(group=32,scale=bfloat16)") - x, np.float64)
     sqnr = 10 * np.log10((np.asarray(x, np.float64) ** 2).sum() / (moved**2).sum())
     assert kernel[6:] == [f"{sqnr:.2f}", f"{np.abs(moved).max():.3g}"]
@@ -54,7 +54,7 @@ def test_quantize_reports_and_writes(capsys: pytest.CaptureFixture[str], source:
     assert rows["step"][1:] == ["scalar", "int32", "copied: no rule", "4", "4", "-", "-"]
     assert rows["all"][1:] == ["2,308", "420", "18.2 %"] and text[-1] == f"wrote {target}"
     assert "100/100" in progress
-    out = jc.load_safetensors(target)
+    out = jc.load_checkpoint(target)
     jax.tree.map(np.testing.assert_array_equal, out["mlp.kernel"], jc.quantize(x, "int4(group=32,scale=bfloat16)"))
 
 
@@ -73,14 +73,14 @@ def test_quantize_notes_what_became_of_nan_and_infinities(
     x = np.ones((2, 32), np.float32)
     x[0, 3], x[1, 4], x[1, 5] = np.nan, np.inf, -np.inf
     tree = {"all": x * np.nan, "some": x, "none": np.ones((2, 32), np.float32)}
-    jc.save_safetensors(source := tmp_path / "a.safetensors", tree)
+    jc.save(source := tmp_path / "a.safetensors", tree)
     text, _ = run(capsys, "quantize", source, tmp_path / "b.safetensors", "--rule", f"*={spec}", "--json")
     rows = {row["tensor"]: row for row in json.loads("\n".join(text))[:-1]}
     assert [rows[name]["note"] for name in ("some", "all", "none")] == [mixed, whole, None]
     same = "to" not in whole
     assert [rows["all"][name] for name in ("SNR dB", "max error")] == (["exact", 0] if same else [None, None])
     assert rows["none"]["SNR dB"] == "exact"
-    jc.storage.save_checkpoint(tree, tmp_path / "in", "plain")
+    jc.save_checkpoint(tmp_path / "in", tree, "plain")
     _, said = run(capsys, "quantize", tmp_path / "in", tmp_path / "out", "--rule", f"*={spec}")
     notes = [line for line in said.splitlines() if line.startswith("note")]
     assert notes == [f"note: all: {whole}", f"note: some: {mixed}"]
@@ -88,11 +88,11 @@ def test_quantize_notes_what_became_of_nan_and_infinities(
 
 def test_an_array_without_elements_has_no_bits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     empty = np.ones((0, 32), np.float32)
-    jc.save_safetensors(path := tmp_path / "a.safetensors", {"a": empty, "b": jc.quantize(empty, "nvfp4")})
-    jc.storage.save_checkpoint({"a": empty, "b": empty}, folder := tmp_path / "in", "plain")
-    rows = json.loads("\n".join(run(capsys, "inspect", path, "--json")[0]))[:-1]
-    rows += json.loads("\n".join(run(capsys, "inspect", folder, "--json")[0]))["arrays"]
-    assert [row["bits"] for row in rows] == [None] * 4
+    jc.save(path := tmp_path / "a.safetensors", {"a": empty, "b": jc.quantize(empty, "nvfp4")})
+    jc.save_checkpoint(folder := tmp_path / "in", {"a": empty, "b": empty}, "plain")
+    for place in (path, folder):
+        rows = json.loads("\n".join(run(capsys, "inspect", place, "--json")[0]))["arrays"]
+        assert [row["bits"] for row in rows] == [None] * 2
 
 
 @pytest.mark.in_turn(1000)
@@ -101,7 +101,7 @@ def test_compare_unpacks_quantized_arrays(capsys: pytest.CaptureFixture[str], tm
     """Their codes and scales are no arrays of their own."""
     x = np.random.default_rng(0).standard_normal((4, 64)).astype(dtype)
     q, path = jc.quantize(x, "nvfp4"), tmp_path / "x.safetensors"
-    jc.save_safetensors(path, {"a": q, "b": x[0], "step": np.int32(3)})
+    jc.save(path, {"a": q, "b": x[0], "step": np.int32(3)})
     text, _ = run(capsys, "compare", path, "--formats", "e4m3")
     tables = [str(jc.compare(array, ["e4m3"])) for array in (np.asarray(jc.dequantize(q)), x[0], np.int32(3))]
     assert "\n".join(text) == f"a: {tables[0]}\n\nb: {tables[1]}\n\nstep: {tables[2]}"
@@ -110,13 +110,13 @@ def test_compare_unpacks_quantized_arrays(capsys: pytest.CaptureFixture[str], tm
 def test_inspect_lists_arrays(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     x = np.ones((4, 64), np.float32)
-    jc.save_safetensors(path, {"a": jc.quantize(x, "nvfp4"), "b": x, "c": jc.quantize(x[0, 0], "int8(group=tensor)")})
+    jc.save(path, {"a": jc.quantize(x, "nvfp4"), "b": x, "c": jc.quantize(x[0, 0], "int8(group=tensor)")})
     text, _ = run(capsys, "inspect", path)
-    rows = {line.split()[0]: [cell.strip() for cell in line.split("  ") if cell.strip()] for line in text}
-    assert rows["a"] == ["a", "4 x 64", "float32", "148", "4.625", "nvfp4"]
-    assert rows["b"] == ["b", "4 x 64", "float32", "1,024", "32", "-"]
-    assert rows["c"] == ["c", "scalar", "float32", "5", "40", "int8"]
-    assert rows["all"] == ["all", "1,177", "3 arrays in 6 tensors"]
+    rows = {line.split()[0]: [cell.strip() for cell in line.split("  ") if cell.strip()] for line in text if line}
+    assert rows["a"] == ["a", "4 x 64", "nvfp4", "148", "4.625"]
+    assert rows["b"] == ["b", "4 x 64", "float32", "1,024", "32"]
+    assert rows["c"] == ["c", "scalar", "int8", "5", "40"]
+    assert text[0] == "layout: jchop" and rows["1,024"] == ["1,024 bytes", "float32"]
 
 
 @pytest.mark.smoke
@@ -126,7 +126,7 @@ def test_an_existing_file_stays(capsys: pytest.CaptureFixture[str], source: Path
     said = error(capsys, "quantize", str(source), str(target), "--rule", "*=bfloat16")
     assert "exists; --force" in said and target.read_bytes() == b"old"
     run(capsys, "quantize", source, target, "--rule", "*=bfloat16", "--force")
-    assert jc.load_safetensors(target)["mlp.bias"].dtype.name == "bfloat16"
+    assert jc.load_checkpoint(target)["mlp.bias"].dtype.name == "bfloat16"
 
 
 @each(
@@ -152,14 +152,14 @@ def test_a_tensor_that_a_rule_cannot_quantize_can_be_left_out(
 ) -> None:
     for place in ("a.safetensors", "folder/model.safetensors"):
         (tmp_path / place).parent.mkdir(exist_ok=True)
-        jc.save_safetensors(tmp_path / place, {"w": np.ones((4, 64), np.float32), "step": np.float32(3)})
+        jc.save(tmp_path / place, {"w": np.ones((4, 64), np.float32), "step": np.float32(3)})
     for source, target in (("a.safetensors", "b.safetensors"), ("folder", "other")):
         argv = ("quantize", str(tmp_path / source), str(tmp_path / target), "--rule")
         said = error(capsys, *argv, "*=int4(group=32)")
         assert "tensor 'step' of shape []: int4(group=32) names axis -1" in said
         rule = said.split("; the rule ")[1].split("'")[1]
         run(capsys, *argv, rule)
-        assert set(jc.storage.load_checkpoint(tmp_path / target)) == {"w", "step"}
+        assert set(jc.load_checkpoint(tmp_path / target)) == {"w", "step"}
 
 
 def test_bad_files(capsys: pytest.CaptureFixture[str], source: Path) -> None:
@@ -176,7 +176,7 @@ def test_bad_files(capsys: pytest.CaptureFixture[str], source: Path) -> None:
 def test_a_pattern_excludes_and_may_hold_equals_signs(capsys: pytest.CaptureFixture[str], source: Path) -> None:
     target = source.with_name("out.safetensors")
     run(capsys, "quantize", source, target, "--rule", "* !bias !a=b=bfloat16")
-    out = jc.load_safetensors(target)
+    out = jc.load_checkpoint(target)
     assert out["mlp.kernel"].dtype.name == "bfloat16" and out["mlp.bias"].dtype == np.float32
 
 
@@ -242,12 +242,12 @@ def test_a_kill_leaves_the_old_file(source: Path, monkeypatch: pytest.MonkeyPatc
     for name, was_killed, content in killed:
         assert (was_killed, content) == (True, old) or (name == "time" and content in (old, whole)), name
     assert not last_killed and whole != old
-    assert jc.load_safetensors(target)["mlp.bias"].dtype.name == "bfloat16"
+    assert jc.load_checkpoint(target)["mlp.bias"].dtype.name == "bfloat16"
 
 
 def test_names_are_printed_without_their_control_characters(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
-    jc.save_safetensors(source, {"a\x1b[2J\x07": np.ones(64, np.float32), "b\u202ec\nd": np.ones(8, np.float32)})
+    jc.save(source, {"a\x1b[2J\x07": np.ones(64, np.float32), "b\u202ec\nd": np.ones(8, np.float32)})
     listed, _ = run(capsys, "inspect", source)
     report, progress = run(capsys, "quantize", source, target, "--rule", "*a*=int8(group=tensor)")
     quantized, _ = run(capsys, "inspect", target)

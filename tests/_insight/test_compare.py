@@ -202,7 +202,7 @@ def test_the_command_takes_integers_and_names_what_it_leaves(
 ) -> None:
     file, x = tmp_path / "w.safetensors", np.arange(-3, 4)
     tree = {"n": x, "on": x > 0, "f8": x.astype(ml_dtypes.float8_e5m2), "none": np.zeros((0, 3))}
-    jc.save_safetensors(file, {"a": tree})
+    jc.save(file, {"a": tree})
     assert main(["compare", str(file), "--formats", "e2m1", "--json"]) == 0
     told = capsys.readouterr()
     assert json.loads(told.out) == {f"a.{name}": jc.compare(tree[name], ["e2m1"]).as_dict() for name in ("n", "on")}
@@ -213,7 +213,7 @@ def test_the_command_takes_integers_and_names_what_it_leaves(
 
 def test_the_command_reads_tensors_by_pattern(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "w.safetensors"
-    jc.save_safetensors(file, {"mlp": {"w": X, "b": X[0]}, "head": {"w": X}, "steps": np.arange(3)})
+    jc.save(file, {"mlp": {"w": X, "b": X[0]}, "head": {"w": X}, "steps": np.arange(3)})
     told = json.loads("\n".join(lines(capsys, "compare", str(file), "--json", "--formats", "e5m2")))
     assert sorted(told) == ["head.w", "mlp.b", "mlp.w", "steps"]
     told = json.loads("\n".join(lines(capsys, "compare", str(file), "--json", "--tensor", "mlp/b", "--formats", "nf4")))

@@ -219,16 +219,16 @@ def files() -> Iterator[Call]:
     n = jc.nn
     packed = lambda spec="int4(group=16)": n.quantize(Net(), jc.Rule(weight=spec), "ptq")
     for spec in ("int4(group=16)", "nf4(group=8)", "mxfp4(group=16)", "bfloat16"):
-        yield Call(f"nn.save {spec}", lambda s=spec: saved(lambda f: n.save(path=f, model=packed(s), metadata={"who": "me"}), lambda f: n.load(path=f, like=packed(s))), loose=True)
-    yield Call("nn.load tree", lambda: saved(lambda f: n.save(f, packed()), lambda f: n.load(f)), loose=True)
+        yield Call(f"nn.save {spec}", lambda s=spec: saved(lambda f: jc.save(path=f, tree=packed(s), metadata={"who": "me"}), lambda f: jc.load(path=f, like=packed(s))), loose=True)
+    yield Call("nn.load tree", lambda: saved(lambda f: jc.save(f, packed()), lambda f: jc.load(f)), loose=True)
     for layout, spec in (("compressed-tensors", "int4(group=16)"), ("gptq", "int4(group=32,scale=float16)"), ("torchao", "int8(group=all)"), ("plain", "int8(group=all)")):
         net = lambda: __import__("flax.nnx").nnx.Sequential(__import__("flax.nnx").nnx.Linear(64, 32, rngs=rngs()))
 
         def written(layout: str = layout, spec: str = spec, net: Any = net) -> Any:
             low = n.quantize(net(), jc.Rule(weight=spec), "ptq")
             with folder() as where:
-                n.save_checkpoint(path=where, model=low, layout=layout, names=lambda s: f"m.{s}", config={"a": 1}, exact=False, shard_bytes=4096)
-                again = n.load_checkpoint(path=where, like=net(), layout=layout, names=lambda s: f"m.{s}", ignore="*.none", exact=False)
+                jc.save_checkpoint(path=where, tree=low, layout=layout, names=lambda s: f"m.{s}", config={"a": 1}, exact=False, shard_bytes=4096)
+                again = jc.load_checkpoint(path=where, like=net(), layout=layout, names=lambda s: f"m.{s}", skip="*.none", exact=False)
                 return files_of(where), again
 
         yield Call(f"nn.save_checkpoint {layout}", written, loose=True)

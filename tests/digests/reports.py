@@ -105,8 +105,8 @@ def command(*arguments: str, files: dict[str, Callable[[Any], Any]] | None = Non
         np.save(where / "x.npy", coarse("npy", (8, 32)))
         np.savez(where / "in.npz", w=coarse("cw", (8, 4)), x=coarse("cx", (16, 8)))
         np.savez(where / "data.npz", x=coarse("cd", (16, 16)))
-        jc.save_safetensors(where / "w.safetensors", {"first": f32(coarse("c1", (16, 8))), "second": f32(coarse("c2", (8, 4)))})
-        jc.storage.save_checkpoint({"a.weight": jc.quantize(f32(coarse("c3", (32, 64))), "int4(group=32,scale=float16)")}, where / "gptq", "gptq")
+        jc.save(where / "w.safetensors", {"first": f32(coarse("c1", (16, 8))), "second": f32(coarse("c2", (8, 4)))})
+        jc.save_checkpoint(where / "gptq", {"a.weight": jc.quantize(f32(coarse("c3", (32, 64))), "int4(group=32,scale=float16)")}, "gptq")
         start = files_of(where)
         os.chdir(where)
         try:

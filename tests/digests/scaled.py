@@ -17,6 +17,7 @@ from digests import Call
 from digests.common import KEY, MODES, blocks, coarse, f32, jc, key_for, normal, several
 from digests.face import facts
 from digests.formats import SCALED, attempt
+from jchop.storage import fit_half_quadratic
 
 # A new format comes last, so that the modes of the other calls stay.
 NAMES, NEW = (*SCALED[:20], "bfp8(group=16)", "bfp4(group=tensor)", "nf4(scale=int8(group=4))",
@@ -110,7 +111,7 @@ def calls() -> Iterator[Call]:
     q3 = lambda: jc.quantize(x, "int8(group=all,axis=0)")
     yield Call("QArray.thinned", lambda: q3().thinned(kept=jnp.ones((8, 64), bool), spec=jc.Spec("int8(group=all)"), axis=0))
     for text in ("int4(group=16)", "uint4(group=16)", "nf4(group=16)", "int8(group=all)", "uint4(group=16,zero_point=float)"):
-        yield from several(f"fit_half_quadratic {text}", jc.storage.fit_half_quadratic, f32(normal("hqq", (8, 64))), text, loose=True,
+        yield from several(f"fit_half_quadratic {text}", fit_half_quadratic, f32(normal("hqq", (8, 64))), text, loose=True,
                            plain={}, options={"iterations": 5, "norm": 0.5, "weight": 4.0, "growth": 1.1, "whole_start": True})
     for n, m in ((2, 4), (1, 4), (4, 8)):
         yield Call(f"sparsity.mask {n}:{m}", lambda n=n, m=m: jc.sparsity.mask(x=x, n=n, m=m))

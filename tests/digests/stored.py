@@ -39,10 +39,10 @@ GGUF = ("int8(group=32,scale=float16)", "int4(group=32,scale=float16)", "uint4(g
 def saved(tree: Any, **options: Any) -> Any:
     with folder() as where:
         path = where / "x.safetensors"
-        jc.save_safetensors(path=path, tree=tree, **options)
-        found = [jc.load_safetensors(path=path), jc.load_safetensors(path, nested=True)]
+        jc.save(path=path, tree=tree, **options)
+        found = [jc.load_checkpoint(path=path), jc.load(path)]
         try:
-            found.append(jc.load_safetensors(path, like=tree))
+            found.append(jc.load(path, like=tree))
         except (ValueError, TypeError) as error:
             found.append(type(error).__name__)
         return files_of(where), found
@@ -53,32 +53,32 @@ def checkpoint(layout: str, spec: str, **options: Any) -> Any:
     tree = {"w.weight": jc.quantize(x, spec), "norm.weight": jnp.arange(8.0)}
     with folder() as where:
         path = where / ("m.gguf" if layout == "gguf" else "model")
-        jc.storage.save_checkpoint(tree=tree, path=path, layout=layout, **options)
+        jc.save_checkpoint(tree=tree, path=path, layout=layout, **options)
         exact = {"exact": options.get("exact", True)}
-        return files_of(where), jc.storage.load_checkpoint(path=path), jc.storage.load_checkpoint(path, layout=layout, **exact)
+        return files_of(where), jc.load_checkpoint(path=path), jc.load_checkpoint(path, layout=layout, **exact)
 
 
 def damaged(cut: int) -> Any:
     with folder() as where:
         path = where / "x.safetensors"
-        jc.save_safetensors(path, TREES["plain"]())
+        jc.save(path, TREES["plain"]())
         path.write_bytes(path.read_bytes()[:cut])
-        return jc.load_safetensors(path)
+        return jc.load(path)
 
 
 def mxfp4_file() -> Any:
     stored = {"down_blocks": jnp.full((2, 8, 3, 16), 0x52, "uint8"), "down_scales": jnp.full((2, 8, 3), 126, "uint8")}
     with folder() as where:
-        jc.storage.save_checkpoint(stored, where / "o.safetensors", "plain")
-        return jc.storage.load_checkpoint(where / "o.safetensors")
+        jc.save_checkpoint(where / "o.safetensors", stored, "plain")
+        return jc.load_checkpoint(where / "o.safetensors")
 
 
 def sharded() -> Any:
     tree = {f"w{i}.weight": jc.quantize(f32(coarse(f"w{i}", (32, 64))), "int4(group=32,scale=bfloat16)") for i in range(3)}
     with folder() as where:
-        jc.storage.save_checkpoint(tree, where / "m", "compressed-tensors", config={"model_type": "mlp"}, shard_bytes=1500)
+        jc.save_checkpoint(where / "m", tree, "compressed-tensors", config={"model_type": "mlp"}, shard_bytes=1500)
         config = json.loads((where / "m/config.json").read_text())
-        return files_of(where), sorted(config), jc.storage.load_checkpoint(where / "m")
+        return files_of(where), sorted(config), jc.load_checkpoint(where / "m")
 
 
 def calls() -> Iterator[Call]:
@@ -96,7 +96,7 @@ def calls() -> Iterator[Call]:
         yield Call(f"save_checkpoint gguf {spec}", lambda spec=spec: checkpoint("gguf", spec))
     yield Call("save_checkpoint shards", sharded)
     yield Call("load_checkpoint blocks", mxfp4_file)
-    yield Call("load_checkpoint missing", lambda: jc.storage.load_checkpoint("no such folder"))
+    yield Call("load_checkpoint missing", lambda: jc.load_checkpoint("no such folder"))
     for spec in ("int8(group=32)", "nf4(group=32)", "float8_e4m3fn(group=32)"):
         yield Call(f"to_qwix {spec}", lambda spec=spec: jc.from_qwix(q=jc.to_qwix(q=jc.quantize(f32(coarse("q", (4, 64))), spec))))
     yield Call("from_qwix of another", lambda: jc.from_qwix(np.ones(3)))

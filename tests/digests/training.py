@@ -132,7 +132,7 @@ def others() -> Iterator[Call]:
     for spec in ("int8(channel=0)", "int8(channel=0):stochastic", "nf4", "mxfp8_e4m3", "int4(group=16)"):
         packed = lambda spec=spec: {"w": jc.quantize(f32(coarse("p", (8, 64))), spec, key_for(spec)), "b": jnp.ones(3)}
         yield Call(f"optim.apply_updates {spec}", lambda p=packed, s=spec: jc.optim.apply_updates(params=p(), updates=change, key=key_for(s)))
-        yield Call(f"storage.dequantize_params {spec}", lambda p=packed: jc.storage.dequantize_params(params=p()))
+        yield Call(f"storage.dequantize_params {spec}", lambda p=packed: jc.dequantize(q=p()))
 
 
 def meshed(count: int, *names: str) -> Mesh:
@@ -214,7 +214,7 @@ def collectives() -> Iterator[Call]:
     def placed() -> Any:
         mesh, w = meshed(4), {"kernel": jc.quantize(x[0], "int4(group=16)")}
         at = jc.nn.shard(model=w, mesh=mesh, rules={"kernel": P("data")})
-        spec = jc.storage.shardings(q=w["kernel"], sharding=NamedSharding(mesh, P("data")))
+        spec = w["kernel"].shardings(sharding=NamedSharding(mesh, P("data")))
         with jax.set_mesh(mesh):
             return jc.dequantize(jax.jit(d.unshard)(at)["kernel"]), [str(s.spec) for s in jax.tree.leaves(spec)]
 

@@ -184,7 +184,7 @@ def stack_of(spec: str, rows: int = WIDTH, columns: int = WIDTH) -> Any:
     """The shapes of a packed weight, each leaf with its sharding: in parts along its first axis."""
     mesh = Mesh(np.array(jax.devices()[:MANY]), ("fsdp",), axis_types=(AxisType.Auto,))
     one = jax.eval_shape(lambda: jc.quantize(jnp.zeros((rows, columns)), spec))
-    where = jc.storage.shardings(one, NamedSharding(mesh, P("fsdp")))
+    where = one.shardings(NamedSharding(mesh, P("fsdp")))
     return jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), one, where)
 
 

@@ -211,9 +211,9 @@ def test_a_calibrated_model_is_loaded_into_its_shapes(outside: bool, tmp_path: P
         return nnx.eval_shape(lambda: jc.nn.calibrate(layer(), [x if outside else jnp.zeros_like(x)], method=method))
 
     static = jc.nn.calibrate(layer(), [x], method="entropy")
-    jc.nn.save(tmp_path / "static.safetensors", static)
+    jc.save(tmp_path / "static.safetensors", static)
     for method in ("minmax", "mse"):
-        loaded = jc.nn.load(tmp_path / "static.safetensors", shapes(method))
+        loaded = jc.load(tmp_path / "static.safetensors", shapes(method))
         np.testing.assert_array_equal(range_of(loaded), range_of(static))
     with pytest.raises(ValueError, match=r"method='percentile\(99\)' needs numbers.*method='minmax'"):
         shapes("percentile(99)")

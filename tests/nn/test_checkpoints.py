@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 from layer_references import checked, each
 
 import jchop as jc
-from jchop import Rule
-from jchop.nn import LoraRule, load_checkpoint, save_checkpoint
+from jchop import Rule, load_checkpoint, save_checkpoint
+from jchop.nn import LoraRule
 
 INT4 = "int4(group=16,scale=float16)"
 TOKENS = np.arange(6)
@@ -48,7 +48,7 @@ def like() -> Any:
 
 def names_and_axes_are_those_of_other_programs(model: Any, tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "plain", model, "plain", config={"model_type": "net"})
-    tensors = jc.storage.load_checkpoint(tmp_path / "plain")
+    tensors = jc.load_checkpoint(tmp_path / "plain")
     kernel, bias = model.layers[0].kernel[...], model.layers[0].bias
     wanted = {
         "embed.weight": model.embed.embedding[...], "again.weight": kernel.T, "again.bias": bias[...],
@@ -57,13 +57,13 @@ def names_and_axes_are_those_of_other_programs(model: Any, tmp_path: Path) -> No
     assert sorted(tensors) == sorted(wanted)
     for name, value in wanted.items():
         np.testing.assert_array_equal(tensors[name], value)
-    loaded = load_checkpoint(tmp_path / "plain", like())
+    loaded = load_checkpoint(tmp_path / "plain", like=like())
     assert type(loaded.again) is nnx.Linear and loaded.again is loaded.layers[0]
     np.testing.assert_array_equal(loaded(TOKENS), model(TOKENS))
     # A file may have any path of a layer, other names, and more than the model needs.
     renamed = {name.replace("again", "layers.0"): value for name, value in tensors.items()} | {"freq": jnp.ones(3)}
-    jc.storage.save_checkpoint({f"m.{k}": v for k, v in renamed.items()}, tmp_path / "m", "plain")
-    other = load_checkpoint(tmp_path / "m", like(), names=lambda name: f"m.{name}", ignore="freq")
+    jc.save_checkpoint(tmp_path / "m", {f"m.{k}": v for k, v in renamed.items()}, "plain")
+    other = load_checkpoint(tmp_path / "m", like=like(), names=lambda name: f"m.{name}", skip="freq")
     np.testing.assert_array_equal(other(TOKENS), model(TOKENS))
 
 
@@ -73,7 +73,7 @@ def every_parameter_of_a_layer_may_be_packed(model: Any, tmp_path: Path) -> None
     rules = [Rule("norm", weight="bfloat16"), Rule("again", weight=double, bias="bfloat16")]
     packed = jc.nn.quantize(model, [*rules, Rule("embed", weight="int8(group=all)")], "ptq")
     save_checkpoint(tmp_path / "own", packed, "jchop")
-    loaded = load_checkpoint(tmp_path / "own", like())
+    loaded = load_checkpoint(tmp_path / "own", like=like())
     np.testing.assert_array_equal(loaded(TOKENS), packed(TOKENS))
     assert isinstance(loaded.again.bias, jc.nn.QuantizedParam) and isinstance(loaded.norm.scale, jc.nn.QuantizedParam)
 
@@ -85,23 +85,46 @@ def test_nan_comes_back(tmp_path: Path) -> None:
     plain = model()
     plain.layers[0].bias[...] = jnp.asarray([1.0, jnp.nan, -2.0])
     save_checkpoint(tmp_path, plain, "plain")
-    loaded = load_checkpoint(tmp_path, nnx.eval_shape(model))
+    loaded = load_checkpoint(tmp_path, like=nnx.eval_shape(model))
     np.testing.assert_array_equal(loaded.layers[0].bias[...], [1.0, np.nan, -2.0])
+
+
+def test_trees_and_modules_of_equinox_are_filled(tmp_path: Path) -> None:
+    q = jc.quantize(jnp.linspace(-1, 1, 256).reshape(8, 32), INT4)
+    save_checkpoint(
+        tmp_path / "t", {"up": {"weight": q}, "bias": jnp.ones(8), "more": jnp.ones(1)}, "compressed-tensors"
+    )
+    where = NamedSharding(jax.make_mesh((1,), ("x",), devices=jax.devices()[:1]), P("x", None))
+    tree = {"up": [jax.ShapeDtypeStruct((8, 32), jnp.bfloat16, sharding=where)], "bias": np.zeros(8, np.float16)}
+    names = {"up.0": "up.weight", "bias": "bias"}
+    filled = load_checkpoint(tmp_path / "t", like=tree, names=names.__getitem__, skip="more")
+    np.testing.assert_array_equal(jc.dequantize(filled["up"][0], "float32"), jc.dequantize(q))
+    assert (filled["up"][0].dtype, filled["bias"].dtype) == (jnp.bfloat16, jnp.float16)
+    assert filled["up"][0].qvalue.sharding == where
+    for wrong, said in (({"up": {"weight": q}}, "no parameter for 'bias'"), ({"low": q}, "has no 'low'")):
+        with pytest.raises(ValueError, match=said):
+            load_checkpoint(tmp_path / "t", like=wrong, skip="more")
+    eqx = pytest.importorskip("equinox")
+    make = lambda seed: eqx.nn.MLP(4, 2, 8, 1, key=jax.random.key(seed))  # noqa: E731
+    save_checkpoint(tmp_path / "e", make(0), "plain")
+    assert load_checkpoint(tmp_path / "e")["layers.0.weight"].shape == (8, 4)
+    loaded = load_checkpoint(tmp_path / "e", like=eqx.filter_eval_shape(make, 1))
+    np.testing.assert_array_equal(loaded(jnp.ones(4)), make(0)(jnp.ones(4)))
 
 
 def test_numbers_beyond_the_range_of_the_model_are_refused(tmp_path: Path) -> None:
     """With that error alone, and no warning of an overflow."""
     tensors = {"layers.0.weight": jnp.eye(2), "layers.0.bias": jnp.asarray([1e6, 0.0])}
-    jc.storage.save_checkpoint(tensors, tmp_path, "plain")
+    jc.save_checkpoint(tmp_path, tensors, "plain")
     half = nnx.Sequential(nnx.Linear(2, 2, param_dtype=jnp.float16, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match=r"'layers\.0\.bias' in float32 has numbers that float16"):
-        load_checkpoint(tmp_path, half)
+        load_checkpoint(tmp_path, like=half)
 
 
 def a_model_that_was_rounded_with_data(model: Any, tmp_path: Path) -> None:
     rounded = jc.nn.quantize(model, Rule("again", weight=INT4), "ptq", batches=[TOKENS])
     save_checkpoint(tmp_path / "gptq", rounded, "compressed-tensors")
-    loaded = load_checkpoint(tmp_path / "gptq", like())
+    loaded = load_checkpoint(tmp_path / "gptq", like=like())
     np.testing.assert_array_equal(jc.dequantize(loaded.again.kernel[...]), jc.dequantize(rounded.again.kernel[...]))
 
 
@@ -114,35 +137,36 @@ def refusals(model: Any, tmp_path: Path) -> None:
         save_checkpoint(tmp_path / "a", jc.nn.add_lora(model, LoraRule("again", rank=2), rngs=nnx.Rngs(0)), "plain")
     with pytest.raises(ValueError, match="names gives 'x' to two"):
         save_checkpoint(tmp_path / "x", model, "plain", names=lambda name: "x")
-    with pytest.raises(TypeError, match="model=None must be a module"):
+    with pytest.raises(TypeError, match="a NoneType is no container of arrays"):
         save_checkpoint(tmp_path / "x", None, "plain")  # type: ignore[arg-type]
     wide = nnx.Sequential(nnx.Linear(32, 8, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match=r"has no 'layers\.0\.bias', and 2 are missing"):
-        load_checkpoint(tmp_path / "plain", wide)
+        load_checkpoint(tmp_path / "plain", like=wide)
     names = {"layers.0.bias": "again.bias", "layers.0.kernel": "", "layers.0.weight": "again.weight"}
     with pytest.raises(ValueError, match=r"no parameter for 'embed\.weight' and 2 more"):
-        load_checkpoint(tmp_path / "plain", wide, names=names.__getitem__)
-    with pytest.raises(ValueError, match=r"'again\.bias' has shape \[32\], and 'layers/0' of the model \[8\]"):
-        load_checkpoint(tmp_path / "plain", wide, names=names.__getitem__, ignore="{embed,norm,gain}")
+        load_checkpoint(tmp_path / "plain", like=wide, names=names.__getitem__)
+    with pytest.raises(ValueError, match=r"'again\.bias' has shape \[32\], and the model has \[8\] for it"):
+        load_checkpoint(tmp_path / "plain", like=wide, names=names.__getitem__, skip="{embed,norm,gain}")
     with pytest.raises(ValueError, match=r"in float32 has numbers that bfloat16 .* param_dtype=float32"):
-        load_checkpoint(tmp_path / "plain", Net(nnx.Rngs(0), jnp.bfloat16))
-    tree = jc.storage.load_checkpoint(tmp_path / "plain")
+        load_checkpoint(tmp_path / "plain", like=Net(nnx.Rngs(0), jnp.bfloat16))
+    tree = jc.load_checkpoint(tmp_path / "plain")
     tree["gain"] = jc.quantize(tree["gain"], "int8(group=all)")
-    jc.storage.save_checkpoint(tree, tmp_path / "own", "jchop")
+    jc.save_checkpoint(tmp_path / "own", tree, "jchop")
     with pytest.raises(ValueError, match="gain of Net at '' is packed in the checkpoint"):
-        load_checkpoint(tmp_path / "own", like())
-    with pytest.raises(TypeError, match="like=None must be"):
-        load_checkpoint(tmp_path / "plain", None)  # type: ignore[type-var]
+        load_checkpoint(tmp_path / "own", like=like())
+    for options in ({"like": like(), "strict": False}, {"names": str.lower}):
+        with pytest.raises(ValueError, match="has no effect"):
+            load_checkpoint(tmp_path / "plain", **options)  # type: ignore[arg-type]
 
 
 @each("layout", ["jchop", "compressed-tensors", "gptq", "awq"])
 def packed_layers_stay_packed(model: Any, layout: str, tmp_path: Path) -> None:
     packed = jc.nn.quantize(model, Rule("layers", weight=INT4), "ptq")
     save_checkpoint(tmp_path / layout, packed, layout)
-    stored = jc.storage.load_checkpoint(tmp_path / layout)["again.weight"]
+    stored = jc.load_checkpoint(tmp_path / layout)["again.weight"]
     assert str(stored.spec) == "int4(group=16,scale=binary16)"  # groups along the inputs, the last axis
     np.testing.assert_array_equal(jc.dequantize(stored), jc.dequantize(packed.again.kernel[...]).T)
-    loaded = load_checkpoint(tmp_path / layout, like())
+    loaded = load_checkpoint(tmp_path / layout, like=like())
     assert isinstance(loaded.again.kernel, jc.nn.QuantizedParam) and loaded.again is loaded.layers[0]
     np.testing.assert_array_equal(loaded(TOKENS), packed(TOKENS))
     adapted = jc.nn.add_lora(loaded, LoraRule("layers", rank=2), rngs=nnx.Rngs(1))
@@ -183,7 +207,7 @@ def test_arrays_land_where_those_of_like_lie(layout: str, abstract: bool, tmp_pa
     model.layers[0].kernel.set_value(
         jax.ShapeDtypeStruct((32, 8), kernel.dtype, sharding=where) if abstract else kernel
     )
-    loaded = load_checkpoint(tmp_path / "model", model)
+    loaded = load_checkpoint(tmp_path / "model", like=model)
     for leaf in jax.tree.leaves(loaded.layers[0].kernel.get_value()):
         assert leaf.sharding.is_equivalent_to(where, 2)
     jax.tree.map(np.testing.assert_array_equal, *(nnx.to_pure_dict(nnx.state(m)) for m in (loaded, wanted)))

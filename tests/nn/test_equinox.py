@@ -99,9 +99,9 @@ def test_quantized_trained_saved_loaded(name: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(y, run(low, x))
     assert size_of(packed) < 0.55 * size_of(low)
 
-    jc.nn.save(tmp_path / "model.safetensors", packed)
+    jc.save(tmp_path / "model.safetensors", packed)
     like = eqx.filter_eval_shape(lambda: jc.nn.quantize(case(name)[0], RULE, "ptq", inputs=(one,)))
-    np.testing.assert_array_equal(run(jc.nn.load(tmp_path / "model.safetensors", like), x), y)
+    np.testing.assert_array_equal(run(jc.load(tmp_path / "model.safetensors", like), x), y)
     eqx.tree_serialise_leaves(tmp_path / "model.eqx", packed)
     again = eqx.tree_deserialise_leaves(tmp_path / "model.eqx", packed)
     np.testing.assert_array_equal(run(again, x), y)
@@ -307,7 +307,7 @@ def adapters_of_modules(make: Any, tmp_path: Path) -> None:
     )
     np.testing.assert_allclose(merged.layers[0].weight, exact, rtol=0, atol=2**-22 * np.abs(exact).max())
     save_lora(tmp_path, adapted)
-    tensors = jc.load_safetensors(tmp_path / "adapter_model.safetensors")
+    tensors = jc.load(tmp_path / "adapter_model.safetensors")
     assert {name: leaf.shape for name, leaf in tensors.items()} == {
         "base_model.model.layers.0.lora_A.weight": (4, 32),
         "base_model.model.layers.0.lora_B.weight": (48, 4),
@@ -381,7 +381,7 @@ def parameters_without_adapters_stay_packed_in_a_merge() -> None:
     packed = low.pack(params, tokens)
     merged = merge_lora(noised(add_lora(packed, LoraRule("w", rank=2), fun=low, inputs=(tokens,), key=KEY)))
     assert isinstance(merged["table"], jc.QArray) and merged["table"].spec == packed["table"].spec
-    plain = model(jc.storage.dequantize_params(merged), tokens)
+    plain = model(jc.dequantize(merged), tokens)
     assert plain.shape == (1, 3, 4) and bool((model(merged, tokens) == plain).all())
 
 

@@ -150,7 +150,7 @@ def packed_parameters_are_numbers_for_functions_of_trees() -> None:
     low = jc.nn.quantize(Net(), jc.Rule(weight="int4(group=8)"))
     variables = low.init(jax.random.key(0), x)
     packed = low.pack(variables, x)
-    numbers = jc.storage.dequantize_params(packed)
+    numbers = jc.dequantize(packed)
     kernels = numbers["params"]["conv"]["kernel"], numbers["params"]["heads"]["kernel"]
     assert [kernel.shape for kernel in kernels] == [(3, 3, 3, 8), (2, 8, 8)]
     np.testing.assert_array_equal(low.apply(numbers, x), low.apply(packed, x))

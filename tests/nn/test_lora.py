@@ -319,10 +319,10 @@ def in_files(packed: Any, tmp_path: Path) -> None:
     rules = [LoraRule("up", rank=4, alpha=8), LoraRule("*", rank=2)]
     adapted = noised(add_lora(packed, rules, rngs=nnx.Rngs(1)))
     base = tmp_path / "base.safetensors"
-    jc.nn.save(base, packed)
+    jc.save(base, packed)
     before = hashlib.sha256(base.read_bytes()).hexdigest()
     save_lora(tmp_path / "adapter", adapted)
-    tensors = jc.load_safetensors(tmp_path / "adapter/adapter_model.safetensors")
+    tensors = jc.load(tmp_path / "adapter/adapter_model.safetensors")
     assert tensors["base_model.model.up.lora_A.weight"].shape == (4, 128) and len(tensors) == 4
     assert tensors["base_model.model.up.lora_B.weight"].shape == (128, 4)
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
@@ -367,7 +367,7 @@ def written(folder: Path, ranks: Any, **fields: Any) -> Path:
             f"{name}.lora_A.weight": np.ones((rank, 8), "f4"),
             f"{name}.lora_B.weight": np.ones((8, rank), "f4"),
         }
-    jc.save_safetensors(folder / "adapter_model.safetensors", tensors)
+    jc.save(folder / "adapter_model.safetensors", tensors)
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "init_lora_weights": True, "bias": "none"} | fields
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
@@ -497,7 +497,7 @@ def the_projections_of_attention(weight: str | None, tmp_path: Path) -> None:
     again = merge_lora(adapted, requantize=True).out.kernel[...]
     assert weight is None or again.spec == base.out.kernel[...].spec
     save_lora(tmp_path, adapted)
-    tensors = jc.load_safetensors(tmp_path / "adapter_model.safetensors")
+    tensors = jc.load(tmp_path / "adapter_model.safetensors")
     assert tensors["base_model.model.query.lora_B.weight"].shape == (64, 3)
     np.testing.assert_array_equal(load_lora(tmp_path, base)(x), adapted(x))
     best = add_lora(base, LoraRule("out", rank=32, init="pissa"), rngs=nnx.Rngs(1), original=plain)

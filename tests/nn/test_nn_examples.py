@@ -113,9 +113,9 @@ def llama_files(llama: Any, tied: bool, tmp_path: Path) -> None:
     """The files mean what the model computes."""
     config = llama.Config(32, 16, 24, 1 + tied, 4, 2, tie_word_embeddings=tied)
     model = llama.Llama(config, rngs=nnx.Rngs(3))
-    jc.nn.save_checkpoint(tmp_path / "f", model, "plain", config=config.as_json(), shard_bytes=4096)
+    jc.save_checkpoint(tmp_path / "f", model, "plain", config=config.as_json(), shard_bytes=4096)
     assert len(list((tmp_path / "f").glob("model-*-of-*.safetensors"))) > 1
-    tensors = {k: np.asarray(v, np.float64) for k, v in jc.storage.load_checkpoint(tmp_path / "f").items()}
+    tensors = {k: np.asarray(v, np.float64) for k, v in jc.load_checkpoint(tmp_path / "f").items()}
     assert ("lm_head.weight" in tensors) != tied
     tokens = np.random.default_rng(0).integers(0, 32, (2, 8))
     wanted = np.stack([reference(tensors, config, row) for row in tokens])
@@ -148,9 +148,9 @@ def llama_whole_way(llama: Any, monkeypatch: Any, capsys: Any, tmp_path: Path) -
     assert rows["merged, float32"].decibels > 100 > rows["merged, packed again"].decibels > 15
     assert rows["GPTQ, loaded"].nbytes == rows["saved and loaded again"].nbytes < 0.45 * rows["trained"].nbytes
     whole = llama.Llama(llama.SMALL, rngs=nnx.Rngs(0))
-    served = jc.nn.load_checkpoint(folder / "merged", whole)
+    served = jc.load_checkpoint(folder / "merged", like=whole)
     assert live.weights == sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(served)))
-    exact = jc.nn.load_checkpoint(folder / "gptq", whole)
+    exact = jc.load_checkpoint(folder / "gptq", like=whole)
     assert str(exact.model.layers[0].mlp.up_proj.kernel[...].spec) == "int4(group=32,axis=-2,scale=bfloat16)"
 
 

@@ -28,13 +28,13 @@ def leaves_are_packed_by_path() -> None:
     packed = jc.nn.quantize_params(TREE, rules)
     assert isinstance(packed["layers"][0]["kernel"], jc.QArray) and packed["head"]["kernel"] is TREE["head"]["kernel"]
     assert packed["layers"][0]["kernel"].nbytes == 48 and packed["head"]["step"] is TREE["head"]["step"]
-    back = jc.storage.dequantize_params(packed)
+    back = jc.dequantize(packed)
     np.testing.assert_array_equal(back["layers"][0]["kernel"], jc.round_to_format(TREE["layers"][0]["kernel"], "e4m3"))
     np.testing.assert_array_equal(back["layers"][0]["bias"], np.ones(6))
 
     @jax.jit
     def run(params: Any, x: Any) -> Any:
-        dense = jc.storage.dequantize_params(params)
+        dense = jc.dequantize(params)
         return (x @ dense["layers"][0]["kernel"] + dense["layers"][0]["bias"]) @ dense["head"]["kernel"]
 
     assert run(packed, jnp.ones((3, 8))).shape == (3, 2)

@@ -153,10 +153,10 @@ def files_of_packed_programs(tmp_path: Any) -> None:
     x = jax.random.normal(jax.random.key(0), (2, 8, 8, 3))
     rule = jc.Rule(weight="int4(group=32)")
     packed = jc.nn.quantize(Patches(nnx.Rngs(0)), rule, "ptq", inputs=(x,))
-    jc.nn.save(tmp_path / "model.safetensors", packed)
+    jc.save(tmp_path / "model.safetensors", packed)
     other = jc.nn.quantize(Patches(nnx.Rngs(1)), rule, "ptq", inputs=(x,))
     assert (other(x) != packed(x)).any()
-    loaded = jc.nn.load(tmp_path / "model.safetensors", other)
+    loaded = jc.load(tmp_path / "model.safetensors", other)
     np.testing.assert_array_equal((other if loaded is None else loaded)(x), packed(x))
 
 

@@ -71,8 +71,8 @@ def a_scan_of_linen(text: str, tmp_path: Path) -> None:
     packed, run = low.pack(variables, x), jax.jit(low.apply)
     wanted = run(variables, x)
     same(run(packed, x), wanted)
-    jc.nn.save(tmp_path / "x.safetensors", packed)
-    same(run(jc.nn.load(tmp_path / "x.safetensors", packed), x), wanted)
+    jc.save(tmp_path / "x.safetensors", packed)
+    same(run(jc.load(tmp_path / "x.safetensors", packed), x), wanted)
 
 
 @further.first
@@ -102,8 +102,8 @@ def a_packed_stack_serves_the_numbers_of_training(kind: str, text: str, tmp_path
     for i in range(LAYERS):
         alone = jc.nn.quantize(nnx.merge(graph, jax.tree.map(lambda leaf, i=i: leaf[i], state)), rule, "ptq")
         same(jax.tree.map(lambda leaf, i=i: leaf[i], nnx.state(packed)), nnx.state(alone))
-    jc.nn.save(tmp_path / "x.safetensors", packed)
-    loaded = jc.nn.load(tmp_path / "x.safetensors", jc.nn.quantize(stack, rule, "ptq"))
+    jc.save(tmp_path / "x.safetensors", packed)
+    loaded = jc.load(tmp_path / "x.safetensors", jc.nn.quantize(stack, rule, "ptq"))
     same(each(loaded, x), wanted)
 
 

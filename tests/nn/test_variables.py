@@ -149,8 +149,8 @@ def written_by_orbax(model: Any, make: Any, on: Mesh, folder: Path) -> Any:
 
 
 def written_by_save(model: Any, make: Any, on: Mesh, folder: Path) -> Any:
-    jc.nn.save(folder / "model.safetensors", model)
-    return jc.nn.load(folder / "model.safetensors", nnx.eval_shape(make))
+    jc.save(folder / "model.safetensors", model)
+    return jc.load(folder / "model.safetensors", nnx.eval_shape(make))
 
 
 def placed_again(model: Any, make: Any, on: Mesh, folder: Path) -> Any:
@@ -188,8 +188,8 @@ def test_shardings_of_an_abstract_mesh_need_the_mesh_itself(tmp_path: Path) -> N
     def make() -> Any:
         return nnx.Linear(4, 2, rngs=nnx.Rngs(0))
 
-    jc.nn.save(tmp_path / "a.safetensors", make())
+    jc.save(tmp_path / "a.safetensors", make())
     with jax.set_mesh(mesh((2, 1))):
         like = nnx.eval_shape(make)
     with pytest.raises(ValueError, match=r"under jax.set_mesh\(mesh\)"):
-        jc.nn.load(tmp_path / "a.safetensors", like)
+        jc.load(tmp_path / "a.safetensors", like)

@@ -152,7 +152,7 @@ def packed_parameters_move_by_less_than_a_quantum_on_average() -> None:
 
     after = run(params)
     assert isinstance(after["w"], jc.QArray) and after["b"].tolist() == [16, 16, 16]
-    moved = np.asarray(jc.storage.dequantize_params(after)["w"])[:, 1:]
+    moved = np.asarray(jc.dequantize(after)["w"])[:, 1:]
     assert abs(moved.mean() - 2) < 5 * np.sqrt(16 * 15 / 256 / moved.size)
     assert (moved[0] != moved[1]).any()
     with pytest.raises(ValueError, match="key=None"):

@@ -296,8 +296,8 @@ def written_by_flax(state: Any, other: Any, folder: Path) -> Any:
 
 
 def written_by_safetensors(state: Any, other: Any, folder: Path) -> Any:
-    jc.save_safetensors(folder / "state.safetensors", state)
-    return jc.load_safetensors(folder / "state.safetensors", like=other)
+    jc.save(folder / "state.safetensors", state)
+    return jc.load(folder / "state.safetensors", like=other)
 
 
 def written_by_orbax(state: Any, other: Any, folder: Path) -> Any:
@@ -460,9 +460,9 @@ def test_a_state_does_not_begin_from_packed_parameters() -> None:
         jc.optim.round_params("bfloat16"),
         jc.optim.low_precision(optax.sgd(1), weight="bfloat16"),
     ):
-        with pytest.raises(TypeError, match=r"params\['w'\] is packed.*dequantize_params\(params\)"):
+        with pytest.raises(TypeError, match=r"params\['w'\] is packed.*dequantize\(params\)"):
             tx.init(params)
-        tx.init(jc.storage.dequantize_params(params))
+        tx.init(jc.dequantize(params))
 
 
 @further

@@ -122,7 +122,7 @@ def int8_parameters_without_a_copy() -> None:
             return jc.quantize(p, spec, KEY) if p.ndim == 2 else p
 
         params = jax.tree_util.tree_map_with_path(stored, network()[0])
-        got = losses(tx, params, apply=optim.apply_updates, read=jc.storage.dequantize_params)
+        got = losses(tx, params, apply=optim.apply_updates, read=jc.dequantize)
         far[mode] = deviation(got, plain(1e-3))
     assert far["stochastic"] <= 0.012
     assert far["nearest_even"] > 5 * far["stochastic"]

@@ -11,6 +11,7 @@ import pytest
 from further import Further
 
 import jchop as jc
+from jchop.storage import fit_half_quadratic
 from tests.ptq.test_quantize import decibels, dense, outliers
 
 further = Further()
@@ -24,7 +25,7 @@ def check_search() -> None:
     packed, report = jc.quantize_fn(dense, rule).pack(
         {"w": w}, batches=[x], steps=jc.ptq.hqq(5, norm=0.6), return_report=True
     )
-    scale, zero = jc.storage.fit_half_quadratic(w, packed["w"].spec, iterations=5, norm=0.6)
+    scale, zero = fit_half_quadratic(w, packed["w"].spec, iterations=5, norm=0.6)
     expected = jc.quantize(w, packed["w"].spec, scale=scale, zero_point=zero)
     for found, own in zip(jax.tree.leaves(packed["w"]), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(found, own)

@@ -73,7 +73,9 @@ def rounded(x: np.ndarray, axis: int) -> np.ndarray:
 
 def test_one_layer_against_numpy() -> None:
     params, x = problem((24, 6))
-    packed, report = jc.quantize_fn(dense, W8A8).pack(params, batches=[x[:5], x[5:]], steps=[SMOOTH], return_report=True)
+    packed, report = jc.quantize_fn(dense, W8A8).pack(
+        params, batches=[x[:5], x[5:]], steps=[SMOOTH], return_report=True
+    )
     w, wide = np.asarray(params["w"]), np.asarray(x)
     s = np.sqrt(np.abs(wide).max(0)) / np.sqrt(np.abs(w).max(1))
     q = packed["w"]

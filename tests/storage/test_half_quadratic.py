@@ -9,10 +9,11 @@ import pytest
 from further import Further
 
 import jchop as jc
+from jchop.storage import fit_half_quadratic
 
 further = Further()
 
-FIT = jc.storage.fit_half_quadratic
+FIT = fit_half_quadratic
 
 
 def searched(x: np.ndarray, iterations: int) -> tuple[np.ndarray, np.ndarray]:

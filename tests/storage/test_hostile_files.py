@@ -72,7 +72,7 @@ def test_headers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["inspect", str(path)]) == 2
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 1 and lines[0].startswith("jchop: error: ")
-        jc.load_safetensors(path)
+        jc.load(path)
 
     table = {f"{said}, {i}": (partial(read, *given), ValueError, f"is not a safetensors file that jchop reads: bad "
                               f"header: .*{said}") for i, (said, *given) in enumerate(REFUSED)}  # fmt: skip
@@ -106,14 +106,14 @@ def test_what_the_reference_implementation_reads_is_read(tmp_path: Path) -> None
     for header, data in good:
         path.write_bytes(content := packed(header, data))
         names = {name for name, _ in reference.deserialize(content)}
-        assert set(jc.load_safetensors(path)) == names
+        assert set(jc.load(path)) == names
     short = packed({}, b"")
     for content in (b"", short[:7], short[:9], (1 << 63).to_bytes(8, "little") + b"{}"):
         path.write_bytes(content)
         with pytest.raises(reference.SafetensorError):
             reference.deserialize(content)
         with pytest.raises(ValueError, match=r"not the length of a header|it is empty"):
-            jc.load_safetensors(path)
+            jc.load(path)
 
 
 @pytest.mark.smoke
@@ -121,13 +121,13 @@ def test_long_headers_are_not_read(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(packed(b"{}" + b" " * (1 << 24), b""))
     with pytest.raises(ValueError, match="would take 16777218 bytes, and at most 16777216"):
-        jc.load_safetensors(path)
+        jc.load(path)
     path.write_bytes(packed(b"{}" + b" " * ((1 << 24) - 2), b""))
-    assert jc.load_safetensors(path) == {}
+    assert jc.load(path) == {}
     many = ",".join(f'"{i}":""' for i in range((1 << 18) + 1))
     path.write_bytes(packed(b'{"__metadata__":{' + many.encode() + b"}}", b""))
     with pytest.raises(ValueError, match="more than 262144 entries"):
-        jc.load_safetensors(path)
+        jc.load(path)
 
 
 GOOD = {"spec": "int4(group=4)", "size": 8, "dtype": "float32"}
@@ -159,7 +159,7 @@ BAD_FIELDS: list[tuple[str, Any]] = [
 
 def test_metadata_of_qarrays(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
-    jc.save_safetensors(path, {"w": jc.quantize(np.ones((2, 8), np.float32), "int4(group=4)")})
+    jc.save(path, {"w": jc.quantize(np.ones((2, 8), np.float32), "int4(group=4)")})
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
@@ -172,7 +172,7 @@ def test_metadata_of_qarrays(tmp_path: Path) -> None:
 
     def load(fields: Any) -> None:
         write(fields)
-        jc.load_safetensors(path)
+        jc.load(path)
 
     def quantize(fields: Any) -> None:
         write(fields)
@@ -203,8 +203,8 @@ def test_records_of_trees(tmp_path: Path) -> None:
             {"__metadata__": {"jchop.tree": json.dumps(record)}, "a.0": u8([1], [0, 1]), "b": u8([1], [1, 2])}
         )
         path.write_bytes(packed(text.encode(), b"12"))
-        assert set(jc.load_safetensors(path)) == {"a.0", "b"}
-        jc.load_safetensors(path, nested=True)
+        assert set(jc.load(path)) == {"a.0", "b"}
+        jc.load(path)
 
     assert_refused({str(record): (partial(nested, record), ValueError, f"bad metadata 'jchop.tree': .*({said})")
                     for said, record in BAD_RECORDS})  # fmt: skip
@@ -222,7 +222,7 @@ def test_lists_with_gaps_and_steps_that_contradict(tmp_path: Path) -> None:
         tensors = {name: u8([1], [i, i + 1]) for i, name in enumerate(names)}
         path.write_bytes(packed({"__metadata__": {"jchop.tree": json.dumps(names)}, **tensors}, b"12"))
         with pytest.raises(ValueError, match=said):
-            jc.load_safetensors(path, nested=True)
+            jc.load(path)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs FIFOs")
@@ -230,7 +230,7 @@ def test_what_is_no_file_does_not_block(tmp_path: Path, capsys: pytest.CaptureFi
     os.mkfifo(fifo := tmp_path / "x.safetensors")
     for path in (fifo, tmp_path):
         with pytest.raises(ValueError, match="not a regular file"):
-            jc.load_safetensors(path)
+            jc.load(path)
         assert main(["inspect", str(path)]) == 2
         assert main(["quantize", str(path), str(tmp_path / "y.safetensors"), "--rule", ".*=bfloat16"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 4
@@ -239,19 +239,19 @@ def test_what_is_no_file_does_not_block(tmp_path: Path, capsys: pytest.CaptureFi
 def test_more_than_memory_holds_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sparse file takes no room on the disk, and its header is right."""
     path = tmp_path / "x.safetensors"
-    jc.save_safetensors(path, {"x": jnp.ones(4)})
+    jc.save(path, {"x": jnp.ones(4)})
 
     def full(*arguments: object) -> None:
         raise MemoryError
 
     monkeypatch.setattr("jchop.storage._files.safetensors.np.empty", full)
     with pytest.raises(ValueError, match="tensor 'x' of 16 bytes does not fit in memory"):
-        jc.load_safetensors(path)
+        jc.load(path)
 
 
 def test_a_source_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     path, target = tmp_path / "x.safetensors", tmp_path / "y.safetensors"
-    jc.save_safetensors(path, {"x": jnp.ones((64, 1024))})
+    jc.save(path, {"x": jnp.ones((64, 1024))})
 
     def shrink(name: str, done: int, total: int) -> None:
         os.truncate(path, 5000)

@@ -261,7 +261,8 @@ def test_refused() -> None:
         (ValueError, "zero_point", lambda: jc.quantize(x, "uint8(channel=0,zero_point=integer)", scale=scale)),
         (ValueError, "plain", lambda: jc.fit_scale(x, "integer8")),
         (TypeError, r"^q is \w+ float32\[4, 8\]; it must be a QArray.*$", lambda: jc.dequantize(x)),  # type: ignore[arg-type]
-        (TypeError, r"^q=\[Array\(.* must be a QArray.*$", lambda: jc.dequantize([x])),  # type: ignore[arg-type]
+        (TypeError, "^q=None must be a QArray.*$", lambda: jc.dequantize(None)),
+        (ValueError, "add_to belongs to one array", lambda: jc.dequantize([jc.quantize(x, "mxfp4")], add_to=x)),
         (TypeError, "not a carrier", lambda: jc.dequantize(jc.quantize(x, "int8(channel=0)"), "int32")),
         (ValueError, "add_to has shape", lambda: jc.dequantize(jc.quantize(x, "mxfp4"), add_to=x[:2])),
         (ValueError, "beside add_to", lambda: jc.dequantize(jc.quantize(x, "mxfp4"), "float16", add_to=x)),

@@ -79,7 +79,7 @@ def each_leaf_is_placed() -> None:
     placed = jax.device_put(q, NamedSharding(mesh(), P("a", "b")))
     kinds = {memory.kind for memory in jax.devices()[0].addressable_memories()}
     for kind in kinds:
-        places = jc.storage.shardings(q, NamedSharding(mesh(), P("a", "b"), memory_kind=kind))
+        places = q.shardings(NamedSharding(mesh(), P("a", "b"), memory_kind=kind))
         assert {leaf.memory_kind for leaf in jax.tree.leaves(places)} == {kind}
     assert placed.qvalue.addressable_shards[0].data.shape == (4, 16)
     assert placed.scale.addressable_shards[0].data.shape == (4, 2)
@@ -98,7 +98,7 @@ def each_leaf_is_placed() -> None:
 )
 def every_format_is_placed_in_one_call(text: str, where: P, scales: list[P]) -> None:
     q = jc.quantize(numbers(), text)
-    places = jc.storage.shardings(q, NamedSharding(mesh(), where))
+    places = q.shardings(NamedSharding(mesh(), where))
     placed = jax.device_put(q, places)
     assert [leaf.sharding.spec for leaf in jax.tree.leaves(placed)[1:]] == scales
     assert placed.qvalue.sharding.is_equivalent_to(NamedSharding(mesh(), where), 2)
@@ -108,17 +108,16 @@ def every_format_is_placed_in_one_call(text: str, where: P, scales: list[P]) -> 
 @further
 def shardings_of_stacks_and_what_is_refused() -> None:
     stack = jax.vmap(lambda x: jc.quantize(x, "nvfp4"))(numbers((8, 4, 32)))
-    places = jc.storage.shardings(stack, NamedSharding(mesh(), P("a")))
+    places = stack.shardings(NamedSharding(mesh(), P("a")))
     assert tuple(places.scale[1].spec) == ("a",)
     same(jc.dequantize(jax.device_put(stack, places)), jc.dequantize(stack))
     one = jax.sharding.SingleDeviceSharding(jax.devices()[1])
-    assert set(jax.tree.leaves(jc.storage.shardings(stack, one))) == {one}
+    assert set(jax.tree.leaves(stack.shardings(one))) == {one}
     q = jc.quantize(numbers((4, 4)), "int4(group=4)")
     for error, said, call in (
-        (ValueError, "names 3 axes", lambda: jc.storage.shardings(q, NamedSharding(mesh(), P(None, None, "a")))),
-        (ValueError, "codes of shape", lambda: jc.storage.shardings(q, NamedSharding(mesh(), P(None, "a")))),
-        (TypeError, "q=3", lambda: jc.storage.shardings(3, one)),  # type: ignore[arg-type]
-        (TypeError, "sharding=3", lambda: jc.storage.shardings(q, 3)),  # type: ignore[arg-type]
+        (ValueError, "names 3 axes", lambda: q.shardings(NamedSharding(mesh(), P(None, None, "a")))),
+        (ValueError, "codes of shape", lambda: q.shardings(NamedSharding(mesh(), P(None, "a")))),
+        (TypeError, "sharding=3", lambda: q.shardings(3)),  # type: ignore[arg-type]
     ):
         with pytest.raises(error, match=said):
             call()
@@ -154,7 +153,7 @@ def test_explicit_shardings_may_cut_groups_and_words_of_codes(text: str, where: 
     sharding, x = NamedSharding(mesh(AxisType.Explicit), where), numbers((4, 16) if text == "e2m1" else (8, 48))
     wanted, placed = jc.quantize(x, text), jax.device_put(x, sharding)
     try:
-        stored = jax.device_put(wanted, jc.storage.shardings(wanted, sharding))
+        stored = jax.device_put(wanted, wanted.shardings(sharding))
     except ValueError:  # codes that cannot be cut into equal parts
         stored = wanted
     values = jc.dequantize(stored)

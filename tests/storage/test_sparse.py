@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jchop as jc
 from jchop._checkpoints.row import pieces
 from jchop.optim._pack import as_state_rules
+from jchop.storage import fit_half_quadratic
 from jchop.storage._array import check_group_sharding
 from jchop.storage._chunks import TensorRule, quantize_file
 from jchop.storage._codes import check_qarray_leaves
@@ -201,8 +202,8 @@ def transformations() -> None:
 @further
 def files_and_what_is_shown(tmp_path: pathlib.Path) -> None:
     tree = {"w": jc.quantize(jnp.asarray(X), FORMATS[0]), "u": jc.quantize(X, FORMATS[6]), "b": jnp.ones(3)}
-    jc.save_safetensors(tmp_path / "m.safetensors", tree)
-    found = jc.load_safetensors(tmp_path / "m.safetensors", like=tree)
+    jc.save(tmp_path / "m.safetensors", tree)
+    found = jc.load(tmp_path / "m.safetensors", like=tree)
     assert jax.tree.structure(found) == jax.tree.structure(tree)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(tree), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -220,10 +221,10 @@ def files_and_what_is_shown(tmp_path: pathlib.Path) -> None:
 @pytest.mark.in_turn(1000)
 @pytest.mark.parametrize("text", [FORMATS[0], "int4(group=8,sparse=2:4)", "nf4(channel=0,sparse=2:4)"])
 def test_a_file_in_chunks_is_the_whole(tmp_path: pathlib.Path, text: str) -> None:
-    jc.save_safetensors(tmp_path / "a.safetensors", {"w": X})
+    jc.save(tmp_path / "a.safetensors", {"w": X})
     source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     quantize_file(source, target, [TensorRule("w", jc.Spec(text))], chunk=1 << 11)
-    found, wanted = jc.load_safetensors(target)["w"], jc.quantize(X, text)
+    found, wanted = jc.load(target)["w"], jc.quantize(X, text)
     assert found.spec == wanted.spec
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -236,7 +237,7 @@ def placed_on_devices(text: str) -> None:
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto, AxisType.Auto))
     q = jc.quantize(jnp.asarray(X), text)
     rows = NamedSharding(mesh, P("a", None))
-    placed = jax.device_put(q, jc.storage.shardings(q, rows))
+    placed = jax.device_put(q, q.shardings(rows))
     assert placed.places.sharding.spec == placed.qvalue.sharding.spec == P("a", None)
     np.testing.assert_array_equal(jax.jit(jc.dequantize)(placed), jc.dequantize(q))
 
@@ -265,7 +266,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="keep all numbers: leave sparse out"):
         jc.Rule(weight="int4(group=16,sparse=2:4)", scale_from=jc.LSQ())
     with pytest.raises(ValueError, match="drops numbers, which the search does not"):
-        jc.storage.fit_half_quadratic(X, "uint4(group=16,zero_point=float,sparse=2:4)")
+        fit_half_quadratic(X, "uint4(group=16,zero_point=float,sparse=2:4)")
     with pytest.raises(ValueError, match="codes of some numbers alone"):
         pieces(q)
 

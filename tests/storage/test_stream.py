@@ -58,12 +58,12 @@ def same(got: object, wanted: object) -> None:
 )
 def chunks_are_the_whole(tmp_path: Path, text: str, shape: tuple[int, ...]) -> None:
     x, source, targets = numbers(*shape), tmp_path / "in.safetensors", []
-    jc.save_safetensors(source, {"x": x})
+    jc.save(source, {"x": x})
     reports = []
     for chunk in (1 << 20, 128):
         targets.append(tmp_path / f"{chunk}.safetensors")
         reports += quantize_file(source, targets[-1], rules(x=text), seed=3, chunk=chunk)
-    whole, cut = map(jc.load_safetensors, targets)
+    whole, cut = map(jc.load, targets)
     same(cut, whole)
     if "stochastic" not in text:
         same(whole["x"], jc.quantize(x, text))
@@ -79,14 +79,14 @@ def chunks_are_the_whole(tmp_path: Path, text: str, shape: tuple[int, ...]) -> N
 
 def test_each_tensor_of_a_file_draws_for_itself(tmp_path: Path) -> None:
     x = np.linspace(-1, 1, 24, dtype=np.float32).reshape(3, 8)
-    jc.save_safetensors(tmp_path / "in.safetensors", {"a": x, "b": x})
+    jc.save(tmp_path / "in.safetensors", {"a": x, "b": x})
     quantize_file(
         tmp_path / "in.safetensors",
         tmp_path / "out.safetensors",
         rules(a="e3m2fn:stochastic", b="e3m2fn:stochastic"),
         seed=3,
     )
-    found = jc.load_safetensors(tmp_path / "out.safetensors")
+    found = jc.load(tmp_path / "out.safetensors")
     one, other = (np.asarray(jc.dequantize(found[name])) for name in "ab")
     for stored in (one, other):  # on one side or the other
         assert (np.abs(stored - x) < 0.25 * np.maximum(np.abs(x), 0.25)).all()
@@ -116,15 +116,15 @@ def rules_by_name(tmp_path: Path) -> None:
     x = numbers(4, 32)
     stored = jc.quantize(x, "mxfp4")
     tree = {"a": {"kernel": x, "bias": x[0].astype(np.float64)}, "b": {"kernel": x.astype(np.float16)}, "old": stored}
-    jc.save_safetensors(source, tree | {"step": np.int32(3)}, metadata={"format": "pt"})
+    jc.save(source, tree | {"step": np.int32(3)}, metadata={"format": "pt"})
     told: list[tuple[str, int, int]] = []
     listed = rules(**{"a.kernel": "int4(group=16)", "*kernel": "bfloat16", "old* step bias": "e3m2fn"})
     reports = quantize_file(source, target, listed, progress=lambda *now: told.append(now))
-    out = jc.load_safetensors(target)
+    out = jc.load(target)
     same(out["a.kernel"], jc.quantize(x, "int4(group=16)"))
     same(out["a.bias"], jc.quantize(x[0].astype(np.float64), "e3m2fn"))
     same(out["b.kernel"], x.astype(np.float16).astype(np.float32).astype(ml_dtypes.bfloat16))
-    same(out["old"], jc.load_safetensors(source)["old"])
+    same(out["old"], jc.load(source)["old"])
     assert out["step"] == 3 and out["step"].dtype == np.int32
     copied = {report.name: report.to for report in reports if report.copied}
     assert copied == {
@@ -137,13 +137,13 @@ def rules_by_name(tmp_path: Path) -> None:
     with TensorFile(target) as file:
         assert file.metadata["format"] == "pt"
     assert quantize_file(target, target, rules(**{"b.kernel": "float8_e4m3fn"}))  # in its own place
-    assert jc.load_safetensors(target)["b.kernel"].dtype == ml_dtypes.float8_e4m3fn
+    assert jc.load(target)["b.kernel"].dtype == ml_dtypes.float8_e4m3fn
 
 
 @pytest.mark.smoke
 def test_refused(tmp_path: Path) -> None:
     source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
-    jc.save_safetensors(source, {"w": numbers(4, 8), "w.scale": numbers(2), "step": np.int32(3)})
+    jc.save(source, {"w": numbers(4, 8), "w.scale": numbers(2), "step": np.int32(3)})
     for said, texts in (
         ("no tensor is quantized by 'v=int4.*nearest paths are", {"w/": "mxfp4", "v": "int4(group=4)"}),
         ("no tensor is quantized by 'step=bfloat16'", {"step": "bfloat16"}),
@@ -155,7 +155,7 @@ def test_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=said):
             quantize_file(source, target, rules(**texts))
     assert list(tmp_path.iterdir()) == [source]
-    jc.save_safetensors(source, {"w": jc.quantize(numbers(4, 8), "int8"), "b": numbers(8)})
+    jc.save(source, {"w": jc.quantize(numbers(4, 8), "int8"), "b": numbers(8)})
     for said, texts in (
         ("by 'w=int8'; packed already: 'w'. `jchop", {"w": "int8"}),
         ("by 'w=int8', 'c=int8'; packed already: 'w'; the nearest paths are", {"w": "int8", "c": "int8"}),
@@ -181,7 +181,7 @@ def test_reports() -> None:
 def read_in_parts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No read and no write is larger than a chunk, though the arrays are."""
     source, target, chunk = folder / "in.safetensors", folder / "out.safetensors", 1 << 14
-    jc.save_safetensors(source, {"a": numbers(128, 256), "b": numbers(1 << 15)})
+    jc.save(source, {"a": numbers(128, 256), "b": numbers(1 << 15)})
     read, write, sizes = TensorFile.read, TensorWriter.write, []
 
     def counted_read(self: TensorFile, name: str, *more: int) -> np.ndarray:

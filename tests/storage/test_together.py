@@ -44,7 +44,7 @@ def runs_are_the_part(rng: np.random.Generator) -> None:
 def test_a_file_is_restored_on_meshes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each device gets its part, and no more than one part is read at a time."""
     path = tmp_path / "tree.safetensors"
-    jc.save_safetensors(path, together.whole())
+    jc.save(path, together.whole())
     read, most = TensorFile.read, []
 
     def counted(self: TensorFile, name: str, *more: int) -> np.ndarray:
@@ -55,21 +55,21 @@ def test_a_file_is_restored_on_meshes(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(TensorFile, "read", counted)
     for rows, columns in ((2, 4), (8, 1)):
         wanted = together.like(mesh_of(rows, columns))
-        together.check(jc.load_safetensors(path, like=wanted), wanted)
+        together.check(jc.load(path, like=wanted), wanted)
     largest = max(size for name, size in most if name in ("rows", "columns"))
     assert largest == 4 * np.prod(together.SHAPE) // 8
     wrong = wanted | {"rows": jax.ShapeDtypeStruct((8, 64), np.float32, sharding=wanted["rows"].sharding)}
     with pytest.raises(ValueError, match="'rows' is float32"):
-        jc.load_safetensors(path, like=wrong)
+        jc.load(path, like=wrong)
 
 
 def file_of_one(folder: Path, processes: int, devices: int, turns: str) -> None:
     run_processes(SCRIPT, processes, str(devices), str(folder), turns)
-    jc.save_safetensors(folder / "one.safetensors", together.whole(), metadata={"by": "all"})
+    jc.save(folder / "one.safetensors", together.whole(), metadata={"by": "all"})
     assert (folder / "tree.safetensors").read_bytes() == (folder / "one.safetensors").read_bytes()
     assert not list(folder.glob(".*.part"))
     wanted = together.like(mesh_of(1, 8))
-    together.check(jc.load_safetensors(folder / "tree.safetensors", like=wanted), wanted)
+    together.check(jc.load(folder / "tree.safetensors", like=wanted), wanted)
 
 
 def two_processes(folder: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from jax import export
 
 import jchop as jc
-from jchop.storage import load_checkpoint, save_checkpoint
+from jchop import load_checkpoint, save_checkpoint
 
 Array = jax.Array
 
@@ -43,7 +43,7 @@ def rounded() -> np.ndarray:
 
 def test_numbers_have_the_shape_of_the_parameter(packed: Any, rounded: np.ndarray) -> None:
     weight = packed["c.weight"]
-    np.testing.assert_array_equal(jc.storage.dequantize_params(packed)["c.weight"], rounded)
+    np.testing.assert_array_equal(jc.dequantize(packed)["c.weight"], rounded)
     np.testing.assert_array_equal(jc.dequantize(weight), rounded)
     np.testing.assert_array_equal(jc.dequantize(weight, add_to=jnp.asarray(W)), W + rounded)
     assert jc.dequantize(weight, "bfloat16").dtype == jnp.bfloat16
@@ -57,19 +57,19 @@ def test_numbers_have_the_shape_of_the_parameter(packed: Any, rounded: np.ndarra
 
 
 def test_layouts_hold_it_in_its_own_shape_or_refuse_it(packed: Any, rounded: np.ndarray, tmp_path: Path) -> None:
-    save_checkpoint(packed, tmp_path / "plain", "plain")
+    save_checkpoint(tmp_path / "plain", packed, "plain")
     np.testing.assert_array_equal(load_checkpoint(tmp_path / "plain")["c.weight"], rounded)
     for layout, name in (("compressed-tensors", "folder"), ("gguf", "file.gguf")):
         said = (
             r"'c.weight' of shape \[3, 3, 3, 8\] is stored in the shape \[27, 8\].*; the layouts jchop and plain hold"
         )
         with pytest.raises(ValueError, match=said):
-            save_checkpoint(packed, tmp_path / name, layout)
+            save_checkpoint(tmp_path / name, packed, layout)
         assert not (tmp_path / name).exists()
-    jc.save_safetensors(tmp_path / "own.safetensors", packed)
-    again = jc.load_safetensors(tmp_path / "own.safetensors", like=packed)
+    jc.save(tmp_path / "own.safetensors", packed)
+    again = jc.load(tmp_path / "own.safetensors", like=packed)
     np.testing.assert_array_equal(jc.dequantize(again["c.weight"]), rounded)
-    save_checkpoint(packed, tmp_path / "own", "jchop")
+    save_checkpoint(tmp_path / "own", packed, "jchop")
     assert load_checkpoint(tmp_path / "own")["c.weight.stored"].shape == (27, 8)
 
 

@@ -49,7 +49,7 @@ def like(mesh: Any) -> dict[str, Any]:
     found: dict[str, Any] = dict(whole())
     for name, spec in places(mesh).items():
         leaf, sharding = found[name], NamedSharding(mesh, spec)
-        where = jc.storage.shardings(leaf, sharding) if isinstance(leaf, jc.QArray) else sharding
+        where = leaf.shardings(sharding) if isinstance(leaf, jc.QArray) else sharding
         found[name] = jax.tree.map(shape, leaf, where)
     return found
 
@@ -98,13 +98,13 @@ def numbered(mesh: Any, shape: tuple[int, int], count: int, start: int) -> dict[
 def save(mesh: Any, folder: Path) -> None:
     import jchop as jc
 
-    jc.save_safetensors(folder / "tree.safetensors", placed(mesh), metadata={"by": "all"})
+    jc.save(folder / "tree.safetensors", placed(mesh), metadata={"by": "all"})
 
 
 def load(mesh: Any, folder: Path) -> None:
     import jchop as jc
 
-    check(jc.load_safetensors(folder / "tree.safetensors", like=like(mesh)), like(mesh))
+    check(jc.load(folder / "tree.safetensors", like=like(mesh)), like(mesh))
 
 
 def fail(mesh: Any, folder: Path) -> None:
@@ -113,7 +113,7 @@ def fail(mesh: Any, folder: Path) -> None:
     import jchop as jc
 
     try:
-        jc.save_safetensors(folder / "missing" / "tree.safetensors", placed(mesh))
+        jc.save(folder / "missing" / "tree.safetensors", placed(mesh))
     except OSError as error:
         assert jax.process_index() == 0 or "failed in the processes 0" in str(error), error
         return
@@ -129,9 +129,9 @@ def large(mesh: Any, folder: Path) -> None:
     start, path = peak(), folder / "large.safetensors"
     tree = numbered(mesh, LARGE, LEAVES, 0)
     wanted = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in tree.items()}
-    jc.save_safetensors(path, tree)
+    jc.save(path, tree)
     del tree
-    for name, x in jc.load_safetensors(path, like=wanted).items():
+    for name, x in jc.load(path, like=wanted).items():
         assert (np.asarray(x.addressable_shards[0].data) == int(name)).all()
     print("PEAK", peak() - start, LEAVES * 4 * LARGE[0] * LARGE[1], flush=True)
 
@@ -143,7 +143,7 @@ def forever(mesh: Any, folder: Path) -> None:
 
     for version in itertools.count():
         tree = numbered(mesh, (64, 1 << 14), 4, 0)
-        jc.save_safetensors(folder / "tree.safetensors", {name: x * 0 + version for name, x in tree.items()})
+        jc.save(folder / "tree.safetensors", {name: x * 0 + version for name, x in tree.items()})
 
 
 def orbax_save(mesh: Any, folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import export
 
 from jchop._common.bit_ops import reshape
 from jchop._common.paths import path_pattern
@@ -26,8 +24,7 @@ from jchop._quantized.program.scale_slots import Scales
 from jchop._spec.spec import Spec
 from jchop.formats import ScaledFormat
 from jchop.formats.scaled.scaled import axis_indexes
-from jchop.storage import QArray, dequantize, fit_scale, quantize
-from jchop.storage._array import PackedParam
+from jchop.storage import QArray, fit_scale, quantize
 from jchop.storage._axis_groupings import (
     OWN_SCALE,
     WHOLE_AXIS,
@@ -37,7 +34,7 @@ from jchop.storage._axis_groupings import (
     with_groupings,
     with_sparse_axis,
 )
-from jchop.storage._quantize import requantize
+from jchop.storage._quantize import StoredAs
 
 Array = jax.Array
 
@@ -115,89 +112,6 @@ class WeightScaleState:
 
     entry: Array
     source: ScaleFrom
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["stored", "input_factors"], meta_fields=["core", "ndim_stored"])
-@dataclass(frozen=True, eq=False)
-class StoredAs(PackedParam):
-    """A packed parameter that is not stored as it is: its groups run over several axes, or its inputs have factors.
-
-    Args:
-        stored: the codes and scales, with the axes of a group as one.
-        core: the shape of the parameter, without axes of a stack.
-        ndim_stored: how many axes the stored array has for `core`.
-        input_factors: the numbers by which the other operand of its product is multiplied before it is rounded; what
-            is stored is the parameter divided by them. Their shape is that of the parameter, with 1 for axes that the
-            product keeps. Default None: none.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, jchop as jc
-        >>> patches = lambda w, x: jax.lax.conv(x, w, (4, 4), "VALID")
-        >>> low = jc.quantize_fn(patches, jc.Rule(weight="int4(group=32)"))
-        >>> w, x = jnp.ones((8, 3, 4, 4)), jnp.ones((1, 3, 8, 8))
-        >>> packed = low.pack(w, x)
-        >>> packed.shape, packed.stored.shape
-        ((8, 3, 4, 4), (8, 48))
-    """
-
-    stored: QArray
-    core: tuple[int, ...]
-    ndim_stored: int
-    input_factors: Array | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the parameter."""
-        return (*self.stored.shape[: self.stored.ndim - self.ndim_stored], *self.core)
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes of the parameter."""
-        return len(self.shape)
-
-    @property
-    def dtype(self) -> Any:
-        """Dtype of the parameter."""
-        return self.stored.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all leaves."""
-        return self.stored.nbytes + (0 if self.input_factors is None else self.input_factors.nbytes)
-
-    @property
-    def spec(self) -> Spec:
-        """The spec of the codes, with the axes of the stored array."""
-        return self.stored.spec
-
-    @property
-    def without_factors(self) -> QArray | StoredAs:
-        """What is stored, in the shape of the parameter."""
-        return self.stored if self.stored.shape == self.shape else replace(self, input_factors=None)
-
-    def dequantize(self, dtype: Any = None) -> Array:
-        """The numbers, in the shape of the parameter."""
-        numbers = reshape(dequantize(self.stored, dtype), self.shape)
-        return numbers if self.input_factors is None else multiply_in_own_dtype(numbers, self.input_factors)
-
-    def requantize(self, x: Array, key: Array | None = None) -> StoredAs:
-        """Other numbers of the parameter, packed in the same way."""
-        if self.input_factors is not None:
-            x = multiply_in_own_dtype(x, 1 / self.input_factors)
-        return replace(self, stored=requantize(self.stored, reshape(x, self.stored.shape), key))
-
-
-def multiply_in_own_dtype(x: Array, factors: Array) -> Array:
-    """An array times factors of a dtype that may be wider, rounded once to its own."""
-    return (jnp.asarray(x).astype(jnp.promote_types(x.dtype, factors.dtype)) * factors).astype(x.dtype)
-
-
-export.register_pytree_node_serialization(
-    StoredAs,
-    serialized_name="jchop.StoredAs",
-    serialize_auxdata=lambda static: json.dumps(static).encode(),
-    deserialize_auxdata=lambda data: (tuple(json.loads(data)[0]), json.loads(data)[1]),
-)
 
 
 # -- formats along the axes of a parameter -----------------------------------------------------------------------------

@@ -43,7 +43,7 @@ from jchop._quantized.program.weight_layout import WeightLayout, weight_layout_o
 from jchop._quantized.quantize_fn import QuantizedFunction, check_data_arguments
 from jchop._spec.spec import Spec
 from jchop.nn._shared.cache import cache_with_token, empty_packed_cache
-from jchop.storage import QArray, dequantize, dequantize_params, quantize
+from jchop.storage import QArray, dequantize, quantize
 from jchop.storage._array import refuse_qarray_dicts
 
 Array = jax.Array
@@ -509,7 +509,7 @@ class Quantized:
         calls: dict[LinenPath, ModuleCall] = {}
         params, state, scales = self._split_variables(variables)
         if self._needs_calls(params):
-            calls = module_calls(self.module, dequantize_params(variables), args, rngs, kwargs)
+            calls = module_calls(self.module, dequantize(variables), args, rngs, kwargs)
         classes = {"/".join((*path, name)): call.cls.__name__ for path, call in calls.items() for name in call.shapes}
         # A product without a parameter is in the scope of a module, which begins with the class of the outermost one.
         classes |= {"/".join((type(self.module).__name__, *path)): call.cls.__name__ for path, call in calls.items()}

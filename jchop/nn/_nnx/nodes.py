@@ -17,7 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jchop._common.bit_ops import entries_after_reshape
 from jchop._quantized.products.operand_layout import OperandLayout
 from jchop.storage import QArray
-from jchop.storage._array import PackedParam, named_sharding_of
+from jchop.storage._array import named_sharding_of
+from jchop.storage._quantize import StoredAs
 
 Array = jax.Array
 
@@ -160,7 +161,7 @@ class QuantizedParam(nnx.Variable):
 
     def _of_leaves(self, value: Any) -> Any:
         current = self.get_raw_value()
-        if not isinstance(current, QArray | PackedParam):
+        if not isinstance(current, QArray | StoredAs):
             return value
         if isinstance(value, PartitionSpec):
             return _leaf_partition_specs(current, value, self.get_metadata("mesh", None) or get_global_mesh())
@@ -174,7 +175,7 @@ class QuantizedParam(nnx.Variable):
 
 
 def packed_nnx_variable(
-    variable: nnx.Variable, codes: QArray | PackedParam, layout: OperandLayout | None = None
+    variable: nnx.Variable, codes: QArray | StoredAs, layout: OperandLayout | None = None
 ) -> QuantizedParam:
     """A variable of codes in the place of a parameter, with its metadata.
 
@@ -228,19 +229,19 @@ def _put_leaf_on_devices(leaf: Any, where: NamedSharding) -> Any:
 
 def _leaf_shardings(value: Any, sharding: NamedSharding) -> Any:
     """The sharding of each leaf of an array, or of codes and scales, by that of the array."""
-    if not isinstance(value, QArray | PackedParam):
+    if not isinstance(value, QArray | StoredAs):
         return sharding
     specs = _leaf_partition_specs(value, sharding.spec, sharding.mesh)
     return jax.tree.map(lambda spec: sharding.update(spec=spec), specs)
 
 
-def _leaf_partition_specs(value: QArray | PackedParam, spec: PartitionSpec, mesh: Any) -> Any:
+def _leaf_partition_specs(value: QArray | StoredAs, spec: PartitionSpec, mesh: Any) -> Any:
     """The `PartitionSpec` of each leaf of codes and scales, by that of the array.
 
     An axis that codes cannot be cut along is whole in every leaf. Where the mesh has one device along an axis, or no
     mesh is known, scales are cut only if they have one for each number, so that the result fits other meshes, too.
     """
-    qarray = value.stored if isinstance(value, PackedParam) else value
+    qarray = value.stored if isinstance(value, StoredAs) else value
     entries: Sequence[Any] = (*spec, *[None] * (len(value.shape) - len(spec)))
     counts = [_axis_part_count(entry, mesh) for entry in entries]
     entries = entries_after_reshape(entries, counts, value.shape, qarray.shape)
@@ -257,7 +258,7 @@ def _leaf_partition_specs(value: QArray | PackedParam, spec: PartitionSpec, mesh
         return PartitionSpec(*(entry if n % count == 0 else None for entry, count, n in axes))
 
     specs = replace(jax.tree.map(of, qarray), qvalue=PartitionSpec(*entries))
-    if not isinstance(value, PackedParam):
+    if not isinstance(value, StoredAs):
         return specs
     factors = None if value.input_factors is None else PartitionSpec()
     return replace(value, stored=specs, input_factors=factors)  # type: ignore[type-var]

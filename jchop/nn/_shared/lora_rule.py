@@ -22,7 +22,7 @@ from jchop._common.checks import check, check_choice, check_float, check_int, sh
 from jchop._common.files import atomic_file, exclusive_folder, json_object, open_regular_file, short_text
 from jchop._common.paths import check_path_pattern, nearest_paths_hint
 from jchop._quantized.products.rule_sources import fields_of_qwix
-from jchop.storage import load_safetensors, save_safetensors
+from jchop.storage import load, save
 
 Array = jax.Array
 
@@ -243,7 +243,7 @@ def write_adapters(folder: str | os.PathLike[str], adapters: Mapping[str, Mappin
         if adapter["lora_a"].ndim != 2:
             raise ValueError(
                 f"the adapter of {path!r} is one of a stack, {list(adapter['lora_a'].shape)}, which a file of PEFT has "
-                "not; save split_lora(model)[1] with jchop.save_safetensors"
+                "not; save split_lora(model)[1] with jchop.save"
             )
         name = path.replace("/", ".")
         tensors |= {
@@ -270,7 +270,7 @@ def write_adapters(folder: str | os.PathLike[str], adapters: Mapping[str, Mappin
         file.write(text.encode())
         file.flush()
         os.fsync(file.fileno())  # both files are whole before one of them has its name
-        save_safetensors(target / _PEFT_TENSORS, tensors, metadata={"format": "pt"})
+        save(target / _PEFT_TENSORS, tensors, metadata={"format": "pt"})
 
 
 def read_adapters(
@@ -284,7 +284,7 @@ def read_adapters(
         shape_of: the shape of the weight of such a layer, of axes of inputs and then of outputs.
     """
     source = Path(folder)
-    config, tensors = _read_peft_config(source / _PEFT_CONFIG), load_safetensors(source / _PEFT_TENSORS)
+    config, tensors = _read_peft_config(source / _PEFT_CONFIG), load(source / _PEFT_TENSORS)
     path_by_name = {path.replace("/", "."): path for path in paths}
     arrays = {}
     for name in sorted(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache, wraps
@@ -12,6 +11,7 @@ import jax
 from flax import nnx
 
 from jchop._common.checks import check, check_instance
+from jchop._common.on_demand import is_module_of
 from jchop._quantized.products.rule import Rule
 from jchop._quantized.products.scale_from import LSQ
 from jchop._quantized.program.call import is_param_leaf, map_batches
@@ -41,8 +41,7 @@ _RULES_FIELD, _SCALES_FIELD, _KEY_ARGUMENT = "quantization_rules", "quantization
 
 def is_equinox_module(model: Any) -> bool:
     """Whether a model is a module of Equinox."""
-    equinox = sys.modules.get("equinox")
-    return equinox is not None and isinstance(model, equinox.Module)
+    return is_module_of("equinox", model)
 
 
 def check_flax_or_equinox(name: str, model: Any, more: str = "") -> None:

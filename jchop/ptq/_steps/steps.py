@@ -428,7 +428,7 @@ def hqq(
 ) -> HalfQuadratic:
     """HQQ: zero points that make the p-th powers of the errors of a weight least, so that outliers have little weight.
 
-    The search is `jchop.storage.fit_half_quadratic`, of each weight by itself; it needs no data. A step after this one
+    The search takes each weight by itself; it needs no data. A step after this one
     rounds under its scales and zero points; without one numbers are rounded to nearest. The format of each weight must
     have zero points that are numbers, as ``"uint4(group=64,zero_point=float)"``.
 
