@@ -87,7 +87,7 @@ class _ModelTensor(NamedTuple):
         if isinstance(value, StoredAs) and value.input_factors is not None:
             raise ValueError(
                 f"{self.entry.paths[0]!r} has factors by which its inputs are multiplied when the model runs, which "
-                "have no form in checkpoints; jchop.nn.save keeps them"
+                "have no form in checkpoints; jchop.save keeps them"
             )
         if isinstance(value, StoredAs):
             return value.stored

@@ -151,14 +151,12 @@ def files_and_models(tmp_path: Path) -> None:
     params, x = problem((24, 6))
     packed = jc.quantize_fn(dense, W8A8).pack(params, batches=[x], steps=[SMOOTH])
     low = jc.quantize_fn(dense, W8A8)
-    jc.nn.save(tmp_path / "tree", packed)
-    jc.save_safetensors(tmp_path / "flat", packed)
+    jc.save(tmp_path / "tree", packed)
     like = jax.tree.map(jnp.zeros_like, packed)
-    flat = jc.load_safetensors(tmp_path / "flat", like=like)
-    for loaded in (jc.nn.load(tmp_path / "tree"), jc.nn.load(tmp_path / "tree", like), flat):
+    for loaded in (jc.load(tmp_path / "tree"), jc.load(tmp_path / "tree", like)):
         np.testing.assert_array_equal(low(loaded, x), low(packed, x))
     with pytest.raises(ValueError, match="factors by which its inputs are multiplied"):
-        jc.storage.save_checkpoint(packed, tmp_path / "out", layout="gptq")
+        jc.save_checkpoint(tmp_path / "out", packed, layout="gptq")
     model = nnx.Linear(24, 6, use_bias=False, rngs=nnx.Rngs(0))
     model.kernel[...] = params["w"]
     quantized = jc.nn.quantize(model, W8A8, "ptq", batches=[x], steps=[SMOOTH])
