@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from each_case import each
 from flax import linen, nnx
@@ -42,6 +43,8 @@ WORKS: dict[str, tuple[Callable[[], Any], Any]] = {
     "rules as a dict": (lambda: jc.quantize_fn(product, {"w": "int8"})({"w": W}, X).shape, (4, 4)),
     "a model and a text": (lambda: jc.nn.quantize(model(), "int8")(X).shape, (4, 4)),
     "a model and a dict": (lambda: jc.nn.quantize(model(), {"*": {"weight": jnp.int8}})(X).shape, (4, 4)),
+    "a state and a dict": (lambda: jc.optim.quantize_state(optax.adam(0.1), {"*": jnp.int8}).init(X).skipped.shape, ()),
+    "rounded gradients": (lambda: str(jc.optim.round_updates("bf16", scale=0.5).init(X).key), "None"),
     "options by position": (lambda: str(jc.Spec("e4m3fn", "stochastic")), "float8_e4m3fn:stochastic"),
 }
 
@@ -69,6 +72,23 @@ ANSWERED: dict[str, tuple[Callable[[], Any], str]] = {
     "a tree as an array": (lambda: jc.quantize({"w": W}, "int4"), "jax.tree.map"),
     "an unknown mode": (lambda: untyped.nn.quantize(model(), "int8", mode="int8"), "must be one of 'qat', 'ptq'"),
     "a module of Linen": (lambda: jc.nn.quantize(linen.Dense(4), "int8"), "jchop.nn.linen.quantize"),
+    "a state and a list": (lambda: untyped.optim.quantize_state(optax.adam(0.1), [jc.Rule(weight="int8")]), "spec="),
+    "a state and a pattern of no array": (
+        lambda: jc.optim.quantize_state(optax.adam(0.1), {"moments": "int8"}).init(X),
+        "spec: 'moments' matches no array, or only such as an earlier pattern matches; the nearest paths are",
+    ),
+    "round_gradients": (lambda: untyped.optim.round_gradients, "write round_updates"),
+    "scale_gradients": (lambda: untyped.optim.scale_gradients, "write optax.scale"),
+    "AdamW8bit": (lambda: untyped.optim.AdamW8bit, "write adamw8bit"),
+    "decays of 16 bits": (
+        lambda: optax.inject_hyperparams(jc.optim.adamw8bit)(learning_rate=1e-3).init(X.astype("bfloat16")),
+        "hyperparam_dtype=jnp.float32",
+    ),
+    "a mesh second": (
+        lambda: untyped.nn.shard({"w": W}, jax.make_mesh((1,), ("a",)), {}),
+        "must map patterns of paths",
+    ),
+    "rules of emulate in a list": (lambda: untyped.emulate(jnp.sin, "bf16", rules=[jc.Rule()]), "a Rule is for jc.nn"),
     "integers": (lambda: jc.round_to_format(jnp.arange(3), "bf16"), r"x.astype\('float32'\)"),
 }
 

@@ -1,8 +1,6 @@
 """Collectives that move codes: quantized sums, gathers and exchanges between devices and processes."""
 
 from jchop.distributed._collectives import (
-    DilocoState,
-    FeedbackState,
     all_gather,
     all_to_all,
     diloco,
@@ -12,17 +10,14 @@ from jchop.distributed._collectives import (
     psum_with_feedback,
     sharded_psum,
 )
-from jchop.distributed._messages import Hierarchical, hierarchical
+from jchop.distributed._messages import Hierarchical
 from jchop.distributed._parts import quantize_parts, unshard
 
 __all__ = [
-    "DilocoState",
-    "FeedbackState",
     "Hierarchical",
     "all_gather",
     "all_to_all",
     "diloco",
-    "hierarchical",
     "ppermute",
     "psum",
     "psum_scatter",

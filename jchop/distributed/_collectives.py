@@ -68,7 +68,7 @@ def psum(
             its largest value; ``nan_block=True`` lets a NaN or an infinity make its group NaN.
         key: a typed key, the same on every rank; required if `spec` or `accumulate` is stochastic. Default None.
         algorithm: ``"two_shot"`` (default, two roundings of each number); ``"ring"`` (partial sums go round, one
-            rounding for each rank: less memory, larger errors); or a value of `hierarchical` (three roundings).
+            rounding for each rank: less memory, larger errors); or a `Hierarchical` (three roundings).
         accumulate: the arithmetic of the sums: a `jchop.MatmulSpec` without a product, or a spec for every sum. Default
             None: the carrier.
         bucket: leaves with fewer elements are joined, up to about this number. Default: 65536.
@@ -570,7 +570,7 @@ def psum_with_feedback(
 
     Returns:
         The functions ``init(params)`` and ``update(updates, state, params=None)``, which `optax.chain` takes. The state
-        is a `FeedbackState`.
+        has `sent` and `total`, the errors of the pieces sent and of the sums owned, and `key`.
 
     Raises:
         TypeError, ValueError: as `psum`.
@@ -693,8 +693,8 @@ def diloco(inner: Any, outer: Any, every: int) -> Transformation:
         every: the number of steps of `inner` to an exchange, from 1 on.
 
     Returns:
-        The functions ``init(params)`` and ``update(updates, state, params)``, as an Optax transformation. The state is
-        a `DilocoState`; it differs between ranks.
+        The functions ``init(params)`` and ``update(updates, state, params)``, as an Optax transformation. The state has
+        `count`, `anchor`, `inner` and `outer`; it differs between ranks.
 
     Raises:
         TypeError: for a value that is not a transformation.

@@ -37,7 +37,7 @@ WRONG: list[tuple[str, type[Exception], str, Callable[..., Any]]] = [
     ("raw key", TypeError, "typed key", lambda x: d.psum(x, "d", "int8:stochastic", jnp.zeros(2, "uint32"))),
     ("algorithm", ValueError, "algorithm='tree' must be 'two_shot', 'ring'", lambda x: d.psum(
         x, "d", "int8", algorithm="tree")),
-    ("hierarchy", ValueError, "pass axis_name=", lambda x: d.psum(x, "d", "int8", algorithm=d.hierarchical("a", "b"))),
+    ("hierarchy", ValueError, "pass axis_name=", lambda x: d.psum(x, "d", "int8", algorithm=d.Hierarchical("a", "b"))),
     ("product", ValueError, "a sum has no products", lambda x: d.psum(
         x, "d", "int8", accumulate=jc.MatmulSpec(product="bfloat16"))),
     ("accumulator", ValueError, "accumulate", lambda x: d.psum(x, "d", "int8", accumulate="binary64")),
@@ -80,4 +80,4 @@ def test_outside_of_a_mesh() -> None:
     with pytest.raises(ValueError, match=r"x\['w'\] has shape \(6, 2\); its first axis must have an entry"):
         d.sharded_psum({"w": SIX}, "d", "int8", mesh=mesh)
     with pytest.raises(ValueError, match="two different mesh axes"):
-        d.hierarchical("a", "a")
+        d.Hierarchical("a", "a")
