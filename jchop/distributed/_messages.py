@@ -83,7 +83,7 @@ def as_rank_axes(axis_name: AxisName) -> RankAxes:
             mesh_text = ", ".join(map(repr, mesh_axes)) if mesh_axes else "none"
             raise ValueError(
                 f"axis_name={axis_name!r}: {name!r} is not an axis here; axes of the mesh: {mesh_text}. Call it inside "
-                "jax.shard_map over the axis, or use jchop.distributed.sharded_psum"
+                "jax.shard_map or jax.vmap over the axis"
             ) from None
     return RankAxes(names, tuple(sizes))
 

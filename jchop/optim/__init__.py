@@ -53,14 +53,15 @@ __all__ = [
     "state_shardings",
 ]
 
-#: What to write for names of other libraries, and for what Optax has.
-_WRITTEN_ELSEWHERE = {
-    "round_gradients": "round_updates(spec, key, scale=...) as the first link of the chain",
-    "scale_gradients": "optax.scale(factor), or optax.scale_by_schedule(schedule)",
-    "OptimLP": "low_precision(tx, weight=..., gradient=..., momentum=..., accumulator=...)",
-    "AdamW8bit": "adamw8bit(learning_rate)",
-    "Adam8bit": "adam8bit(learning_rate)",
-    "AdamW4bit": "adamw4bit(learning_rate)",
-    "AdamWFp8": "adamw_fp8(learning_rate)",
-}
-__getattr__, __dir__ = on_demand("jchop.optim", (), {}, _WRITTEN_ELSEWHERE)
+__getattr__, __dir__ = on_demand(
+    "jchop.optim",
+    elsewhere={
+        "round_gradients": "round_updates(spec, key, scale=...) as the first link of the chain",
+        "scale_gradients": "optax.scale(factor), or optax.scale_by_schedule(schedule)",
+        "OptimLP": "low_precision(tx, weight=..., gradient=..., momentum=..., accumulator=...)",
+        "AdamW8bit": "adamw8bit(learning_rate)",
+        "Adam8bit": "adam8bit(learning_rate)",
+        "AdamW4bit": "adamw4bit(learning_rate)",
+        "AdamWFp8": "adamw_fp8(learning_rate)",
+    },
+)

@@ -332,11 +332,6 @@ class StateReport(RowReport):
         """The arrays that are packed."""
         return tuple(row for row in self.rows if row.spec is not None)
 
-    @property
-    def kept(self) -> tuple[StateRow, ...]:
-        """The arrays that are not packed."""
-        return tuple(row for row in self.rows if row.spec is None)
-
     def _parts(self) -> list[TableOrLine]:
         cells = [(r.path, str(list(r.shape)), r.dtype, r.spec or "as it is", f"{r.nbytes:,}") for r in self.rows]
         cells = [("array", "shape", "dtype", "kept as", "bytes"), *cells]

@@ -28,10 +28,11 @@ __all__ = [
     "round_to_format",
 ]
 
-#: What to write for names of PyTorch's manner and of other libraries.
-_WRITTEN_ELSEWHERE = {
-    "round_to_format_": "round_to_format(tensor, spec, inplace=True)",
-    "quantize_": "quantize(module, rules), which returns a copy",
-    "float_quantize": "round_to_format(tensor, spec)",
-}
-__getattr__, __dir__ = on_demand("jchop.torch", (), {}, _WRITTEN_ELSEWHERE)
+__getattr__, __dir__ = on_demand(
+    "jchop.torch",
+    elsewhere={
+        "round_to_format_": "round_to_format(tensor, spec, inplace=True)",
+        "quantize_": "quantize(module, rules), which returns a copy",
+        "float_quantize": "round_to_format(tensor, spec)",
+    },
+)

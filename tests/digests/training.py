@@ -171,8 +171,8 @@ def collectives() -> Iterator[Call]:
     yield Call("distributed.psum gradient", lambda: shared(jax.grad(lambda x: jnp.sum(d.psum(x, "data", "int8(group=16)") ** 2)), vmapped=True))
     x = f32(coarse("ranks", (4, 8, 64)))
     for case, options in {"plain": {}, "options": {"algorithm": "ring", "accumulate": own, "bucket": 8, "key": KEY, "spec": "int8(group=16):stochastic"}}.items():
-        given = {"axis_name": "data", "spec": "int8(group=32)", "mesh": lambda: meshed(4)} | options
-        yield Call(f"distributed.sharded_psum {case}", lambda g=given: d.sharded_psum(x=x, **(g | {"mesh": g["mesh"]()})))
+        given = {"axis_name": "data", "spec": "int8(group=32)"} | options
+        yield Call(f"distributed.sharded_psum {case}", lambda g=given: jax.shard_map(lambda x: d.psum(x[0], **g), mesh=meshed(4), in_specs=P("data"), out_specs=P())(x))
 
     def in_hierarchy() -> Any:
         two = d.Hierarchical("chip", "node")
