@@ -140,13 +140,13 @@ def _as_module_rules(rules: Any) -> tuple[Rule, ...]:
     Raises:
         TypeError, ValueError: for invalid rules, or one with a field that layers of torch cannot follow.
     """
-    module_rules, default = as_rule_tuple(rules), Rule(product="float")
+    module_rules = as_rule_tuple(Rule(weight=rules) if isinstance(rules, torch.dtype) else rules)  # type: ignore[arg-type]
+    default = Rule(product="float")
     for rule in module_rules:
         for name in (field.name for field in fields(rule) if field.name not in ("path", "layer", *_MODULE_FIELDS)):
             if getattr(rule, name) not in (None, getattr(default, name)):
                 raise ValueError(
-                    f"{rule}: {name}={getattr(rule, name)!s} is of jc.nn alone; rules of torch have path, layer and "
-                    f"{', '.join(_MODULE_FIELDS)}"
+                    f"{rule}: {name}= is of jc.nn alone; rules of torch have path, layer, {', '.join(_MODULE_FIELDS)}"
                 )
     return module_rules
 

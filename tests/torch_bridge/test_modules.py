@@ -152,6 +152,17 @@ def test_every_form_of_rules_says_the_same(rules: Any):
     assert torch.equal(jc.torch.quantize(model(), rules, "ptq")(inputs()), wanted)
 
 
+def test_a_dtype_is_a_spec_of_weights():
+    for rules in (torch.bfloat16, {"*": torch.bfloat16}):
+        low: Any = jc.torch.quantize(model(), rules)
+        assert torch.equal(low[0].weight, model()[0].weight.bfloat16().float())  # type: ignore[index, operator]
+
+
+def test_a_name_of_torch_s_manner_is_answered():
+    with pytest.raises(AttributeError, match=r"write round_to_format\(tensor, spec, inplace=True\)"):
+        jc.torch.round_to_format_  # noqa: B018
+
+
 def test_a_class_of_layers_selects():
     """By its own name, also where torch has put a parametrization on it."""
     plain = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
@@ -263,9 +274,10 @@ def test_errors():
         (nn.Linear(2, 2), {"*": {"weights": "e5m2"}}, TypeError, "weights"),
         (nn.Linear(2, 2), {"*": {"gradient": "e5m2:gradient=clipped"}}, ValueError, "has no gradient of its own"),
         (nn.Linear(2, 2), {}, TypeError, "or a mapping such as"),
-        (nn.Linear(2, 2), [jc.Rule(cache="int8(group=all)")], ValueError, r"cache=.* is of jc.nn alone; "),
-        (nn.Linear(2, 2), {"*": {"weight": "e5m2", "product": "codes"}}, ValueError, "product=codes is of jc.nn alone"),
-        (nn.Linear(2, 2), jc.Rule(operation="conv", weight="e5m2"), ValueError, "operation=conv is of jc.nn alone"),
+        (nn.Linear(2, 2), [jc.Rule(cache="int8(group=all)")], ValueError, "cache= is of jc.nn alone; rules of torch"),
+        (nn.Linear(2, 2), ["int4"], TypeError, "must be a jchop.Rule, several, or a mapping such as {'\\*': 'int4'}"),
+        (nn.Linear(2, 2), {"*": {"weight": "e5m2", "product": "codes"}}, ValueError, "product= is of jc.nn alone"),
+        (nn.Linear(2, 2), jc.Rule(operation="conv", weight="e5m2"), ValueError, "operation= is of jc.nn alone"),
         (nn.Linear(2, 2), jc.Rule(layer="Conv2d", weight="e5m2"), ValueError, "layer=Conv2d.* matches no layer"),
         (nn.Linear(2, 2), {3: {}}, TypeError, "must be a pattern"),
         (nn.Linear(2, 2), {"*": {"weight": "e5mm2"}}, ValueError, "e5mm2"),
