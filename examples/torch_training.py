@@ -24,7 +24,7 @@ import jchop as jc
 
 LOSS_SCALE = 1000.0
 BATCH = 64
-SIGNALS: dict[str, Any] = {"*": {"activation": "float8_e5m2", "gradient": "float8_e5m2"}}
+SIGNALS = jc.Rule(activation="float8_e5m2", gradient="float8_e5m2")
 IBM: dict[str, Any] = {
     "weight": "float8_e5m2",
     "gradient": "float8_e5m2",

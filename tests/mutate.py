@@ -145,7 +145,7 @@ SOWN: dict[str, tuple[str, str, str]] = {
         "change = u.astype(wide)",
     ),
     "`psum_with_feedback`: the error of a sum is never reset": (
-        "jchop/distributed/_collectives.py",
+        "jchop/distributed/_training.py",
         "new_sum_error = piece_sum - messages.decode_messages(q, piece_sum.dtype)",
         "new_sum_error = piece_sum",
     ),

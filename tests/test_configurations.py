@@ -404,7 +404,7 @@ TRANSFORMATIONS: dict[str, Callable[[], Any]] = {
     "sgd8bit": lambda: jc.optim.sgd8bit(1e-2, momentum=0.9),
     "chunks": lambda: jc.optim.adamw8bit(1e-2, chunks=2),
     "round": lambda: optax.chain(
-        jc.optim.round_gradients("e5m2:stochastic", key()),
+        jc.optim.round_updates("e5m2:stochastic", key()),
         optax.sgd(0.1),
         jc.optim.round_updates("fixed1.7:stochastic", key()),
         jc.optim.round_params("bfloat16:stochastic", key()),

@@ -201,7 +201,7 @@ PROGRAMS: list[Row] = [
     (lambda: jc.emulate(3, "bfloat16"), "fun=3"),
     (lambda: jc.emulate(jnp.sin, "bfloat16", unknown="ignore"), "unknown='ignore'"),
     (lambda: jc.emulate(jnp.sin, "bfloat16", accumulate="e5m2"), "accumulate='e5m2'"),
-    (lambda: jc.emulate(jnp.sin, "bfloat16", rules={3: None}), "rules: key=3"),
+    (lambda: jc.emulate(jnp.sin, "bfloat16", rules={3: None}), "rules: pattern=3"),
     (lambda: jc.emulate(jnp.sin, "bfloat16", rules={"cos": None})(X), "rules: 'cos'"),
     (lambda: jc.emulate(jnp.sin, "bfloat16")(MASKED), "masked array.*filled"),
     (lambda: jc.emulate(jnp.sin, "bfloat16")(X, key=3), "key=3"),

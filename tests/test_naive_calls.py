@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from each_case import each
 from flax import linen, nnx
@@ -87,6 +88,8 @@ WORKS: dict[str, tuple[Callable[[], Any], Any]] = {
     "numbers of a tree": (lambda: jc.dequantize({"w": jc.quantize(W, "int8"), "b": X})["w"].shape, (8, 4)),
     "mxfp4 by hand": (lambda: decoded("mxfp4"), 0.0),
     "nvfp4 by hand": (lambda: decoded("nvfp4"), 0.0),
+    "a state and a dict": (lambda: jc.optim.quantize_state(optax.adam(0.1), {"*": jnp.int8}).init(X).skipped.shape, ()),
+    "rounded gradients": (lambda: str(jc.optim.round_updates("bf16", scale=0.5).init(X).key), "None"),
     "options by position": (lambda: str(jc.Spec("e4m3fn", "stochastic")), "float8_e4m3fn:stochastic"),
 }
 
@@ -153,6 +156,23 @@ ANSWERED: dict[str, tuple[Callable[[], Any], str]] = {
     "nested=": (lambda: untyped.load("x", nested=True), "load gives the saved dicts and lists"),
     "a model of Linen in a file": (lambda: jc.save("x", linen.Dense(4)), "of a module of Linen, pass the variables"),
     "dequantize_params": (lambda: untyped.dequantize_params({}), r"write jchop.dequantize\(params\)"),
+    "a state and a list": (lambda: untyped.optim.quantize_state(optax.adam(0.1), [jc.Rule(weight="int8")]), "spec="),
+    "a state and a pattern of no array": (
+        lambda: jc.optim.quantize_state(optax.adam(0.1), {"moments": "int8"}).init(X),
+        "spec: 'moments' matches no array, or only such as an earlier pattern matches; the nearest paths are",
+    ),
+    "round_gradients": (lambda: untyped.optim.round_gradients, "write round_updates"),
+    "scale_gradients": (lambda: untyped.optim.scale_gradients, "write optax.scale"),
+    "AdamW8bit": (lambda: untyped.optim.AdamW8bit, "write adamw8bit"),
+    "decays of 16 bits": (
+        lambda: optax.inject_hyperparams(jc.optim.adamw8bit)(learning_rate=1e-3).init(X.astype("bfloat16")),
+        "hyperparam_dtype=jnp.float32",
+    ),
+    "a mesh second": (
+        lambda: untyped.nn.shard({"w": W}, jax.make_mesh((1,), ("a",)), {}),
+        "must map patterns of paths",
+    ),
+    "rules of emulate in a list": (lambda: untyped.emulate(jnp.sin, "bf16", rules=[jc.Rule()]), "a Rule is for jc.nn"),
     "integers": (lambda: jc.round_to_format(jnp.arange(3), "bf16"), r"x.astype\('float32'\)"),
 }
 

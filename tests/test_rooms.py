@@ -275,7 +275,8 @@ def test_what_is_loaded_later_is_what_checkers_see() -> None:
         for call in nodes_of(module):
             if not isinstance(call, ast.Call) or called(call).lstrip("_") != "on_demand":
                 continue
-            names = {home: list(own) for home, own in ast.literal_eval(call.args[2]).items()}
+            given = ast.literal_eval(call.args[2]) if len(call.args) > 2 else {}
+            names = {home: list(own) for home, own in given.items()}
             seen: dict[str, list[str]] = collections.defaultdict(list)
             for node in nodes_of(module):
                 if isinstance(node, ast.ImportFrom) and node.lineno in annotation_lines(module):

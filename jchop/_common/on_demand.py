@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any
 
 from jchop._common.checks import close_names_hint
@@ -22,7 +23,10 @@ def is_module_of(library: str, value: Any) -> bool:
 
 
 def on_demand(
-    package: str, modules: Sequence[str], names: Mapping[str, Sequence[str]], elsewhere: Mapping[str, str] | None = None
+    package: str,
+    modules: Sequence[str] = (),
+    names: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The functions ``__getattr__`` and ``__dir__`` of a package with names that are loaded when first used.
 
@@ -45,7 +49,7 @@ def on_demand(
         elif name in modules:
             value = import_module(f"{package}.{name}")
         else:
-            write = (elsewhere or {}).get(name)
+            write = elsewhere.get(name)
             hint = close_names_hint(name, public_names()) if write is None else f"; write {write}"
             raise AttributeError(f"module {package!r} has no attribute {name!r}{'' if name.startswith('_') else hint}")
         setattr(sys.modules[package], name, value)

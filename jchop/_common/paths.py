@@ -14,12 +14,12 @@ matches every path.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import SequenceMatcher
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from jchop._common.checks import check, place_in_errors
+from jchop._common.checks import check, place_in_errors, short_repr
 from jchop._common.regular_expressions import is_regular_expression, pattern_of_regex
 
 
@@ -44,6 +44,40 @@ def check_path_pattern(argument: str, pattern: Any, example: str = "'blocks/*/ml
     with place_in_errors(f"{argument}={pattern!r} is no pattern of paths such as {example}"):
         _parse_terms(pattern)
     return pattern
+
+
+def check_pattern_mapping(argument: str, rules: Any, example: str) -> tuple[tuple[str, Any], ...]:
+    """The entries of a mapping of patterns to values, with the patterns checked.
+
+    Args:
+        argument: of the caller, for errors.
+        rules: anything.
+        example: of a mapping, for errors.
+
+    Raises:
+        TypeError, ValueError: for no mapping, an empty one, or a key that is no pattern.
+    """
+    if not isinstance(rules, Mapping) or not rules:
+        text = short_repr(rules)
+        why = "; a Rule is for jc.nn, jc.torch and jc.quantize_fn" if "Rule(" in text else ""
+        raise TypeError(f"{argument}={text} must map patterns of paths to values, as {example}{why}")
+    return tuple((check_path_pattern(f"{argument}: pattern", pattern), value) for pattern, value in rules.items())
+
+
+def first_matches(argument: str, patterns: Iterable[str], paths: Iterable[str]) -> list[int | None]:
+    """For each path the index of the first pattern that it matches; None if there is none.
+
+    Raises:
+        ValueError: for a pattern that is the first of no path.
+    """
+    patterns, paths = list(patterns), list(paths)
+    firsts = [next((n for n, pattern in enumerate(patterns) if matches_path(pattern, path)), None) for path in paths]
+    if idle := [pattern for n, pattern in enumerate(patterns) if n not in firsts]:
+        raise ValueError(
+            f"{argument}: {', '.join(map(repr, idle))} matches no array, or only such as an earlier pattern matches"
+            f"{nearest_paths_hint(idle, paths)}"
+        )
+    return firsts
 
 
 def _regex_error(argument: str, pattern: Any, terms: list[Any]) -> str:

@@ -83,7 +83,7 @@ def as_rank_axes(axis_name: AxisName) -> RankAxes:
             mesh_text = ", ".join(map(repr, mesh_axes)) if mesh_axes else "none"
             raise ValueError(
                 f"axis_name={axis_name!r}: {name!r} is not an axis here; axes of the mesh: {mesh_text}. Call it inside "
-                "jax.shard_map over the axis, or use jchop.distributed.sharded_psum"
+                "jax.shard_map or jax.vmap over the axis"
             ) from None
     return RankAxes(names, tuple(sizes))
 
@@ -259,31 +259,15 @@ RING = "ring"
 
 @dataclass(frozen=True)
 class Hierarchical:
-    """A sum over `inner` ranks first, and of these sums over `outer` ranks; see `hierarchical`."""
-
-    inner: Any
-    outer: Any
-
-    def __str__(self) -> str:
-        return f"hierarchical({self.inner!r}, {self.outer!r})"
-
-
-Algorithm = str | Hierarchical
-
-
-def hierarchical(inner: Any, outer: Any) -> Hierarchical:
     """The algorithm of a sum over two mesh axes, one after the other: three roundings, less data between nodes.
 
     The ranks along `inner` exchange codes and add them; the partial sums are quantized again, exchanged along `outer`
-    and added. So each rank sends 1/I of its numbers along `outer`, with I ranks along `inner`.
+    and added. So each rank sends 1/I of its numbers along `outer`, with I ranks along `inner`. It is a value for the
+    argument `algorithm` of the sums of `jchop.distributed`, whose `axis_name` then has these two names.
 
     Args:
         inner: name of the mesh axis with fast links, inside a node.
         outer: name of the mesh axis between nodes.
-
-    Returns:
-        A value for the argument `algorithm` of the sums of `jchop.distributed`, whose `axis_name` then has these two
-        names.
 
     Raises:
         ValueError: if both are the same axis.
@@ -292,13 +276,22 @@ def hierarchical(inner: Any, outer: Any) -> Hierarchical:
         ZeRO++, arXiv 2306.10209, section 3.3 (qgZ).
 
     Example:
-        >>> import jchop as jc
-        >>> jc.distributed.hierarchical("chip", "node")
-        Hierarchical(inner='chip', outer='node')
+        >>> import jax, jax.numpy as jnp, jchop as jc
+        >>> levels = jc.distributed.Hierarchical("chip", "node")
+        >>> total = lambda x: jc.distributed.psum(x, ("node", "chip"), "int8(group=4)", algorithm=levels)
+        >>> jax.vmap(jax.vmap(total, axis_name="chip"), axis_name="node")(jnp.ones((2, 2, 1)))[0, 0].tolist()
+        [4.0]
     """
-    if inner == outer:
-        raise ValueError(f"inner={inner!r} and outer={outer!r} must be two different mesh axes")
-    return Hierarchical(inner, outer)
+
+    inner: Any
+    outer: Any
+
+    def __post_init__(self) -> None:
+        if self.inner == self.outer:
+            raise ValueError(f"inner={self.inner!r} and outer={self.outer!r} must be two different mesh axes")
+
+
+Algorithm = str | Hierarchical
 
 
 def stages_of(algorithm: Any, axes: RankAxes) -> tuple[RankAxes, ...] | None:
@@ -319,8 +312,7 @@ def stages_of(algorithm: Any, axes: RankAxes) -> tuple[RankAxes, ...] | None:
     if algorithm == RING:
         return None
     raise ValueError(
-        f"algorithm={algorithm!r} must be {TWO_SHOT!r}, {RING!r} or a value of jchop.distributed.hierarchical(inner, "
-        "outer)"
+        f"algorithm={algorithm!r} must be {TWO_SHOT!r}, {RING!r} or jchop.distributed.Hierarchical(inner, outer)"
     )
 
 

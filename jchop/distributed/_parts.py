@@ -222,7 +222,7 @@ def unshard(
         >>> import jax, jax.numpy as jnp, jchop as jc
         >>> from jax.sharding import PartitionSpec as P
         >>> mesh = jax.make_mesh((1,), ("fsdp",))
-        >>> w = jc.nn.shard({"w": jc.quantize(jnp.ones((8, 32)), "nvfp4")}, mesh, {"w": P("fsdp")})
+        >>> w = jc.nn.shard({"w": jc.quantize(jnp.ones((8, 32)), "nvfp4")}, {"w": P("fsdp")}, mesh)
         >>> with jax.set_mesh(mesh):
         ...     jax.jit(lambda w: jc.dequantize(jc.distributed.unshard(w)["w"]).sum())(w).item()
         256.0

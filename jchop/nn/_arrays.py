@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jchop._common.checks import check
-from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint
+from jchop._common.paths import check_pattern_mapping, first_matches, nearest_paths_hint
 from jchop._common.settings import split_prng_key
 from jchop._quantized.products.operand_layout import check_finite
 from jchop._quantized.products.rule import ROUNDING_FIELDS, Location, Rule, RuleLike, as_rule_tuple, rule_index
@@ -91,16 +91,16 @@ def _quantize_leaf(path: str, leaf: Any, rule: Rule, key: Array | None) -> Any:
     return qarray
 
 
-def shard(model: Any, mesh: Mesh, rules: Mapping[str, PartitionSpec]) -> Any:
+def shard(model: Any, rules: Mapping[str, PartitionSpec], mesh: Mesh) -> Any:
     """A model, or any pytree, placed on the devices of a mesh: packed parameters too, between their groups.
 
     Args:
         model: a module of Flax NNX; or a pytree of arrays and QArrays, such as variables of Linen, parameters, or the
             state of an optimizer.
-        mesh: the mesh.
         rules: `jax.sharding.PartitionSpec` by patterns ([](patterns.md)) for paths such as ``layers/0/kernel``; the
             first that matches counts. Its entries are for the axes of the array as it is stored. Arrays that no pattern
             matches are copied to every device.
+        mesh: the mesh.
 
     Returns:
         A module or tree like `model`, of the same numbers.
@@ -115,13 +115,13 @@ def shard(model: Any, mesh: Mesh, rules: Mapping[str, PartitionSpec]) -> Any:
         >>> from jax.sharding import PartitionSpec as P
         >>> mesh = jax.make_mesh((1,), ("fsdp",))
         >>> params = {"kernel": jc.quantize(jnp.ones((64, 32)), "int4(group=16)"), "bias": jnp.zeros(32)}
-        >>> placed = jc.nn.shard(params, mesh, {"kernel": P("fsdp")})
+        >>> placed = jc.nn.shard(params, {"kernel": P("fsdp")}, mesh)
         >>> [tuple(part.sharding.spec) for part in (placed["kernel"].qvalue, placed["kernel"].scale)]
         [('fsdp', None), ('fsdp', None)]
     """
-    _check_partition_rules(mesh, rules)
+    _check_partition_rules(rules, mesh)
     arrays, rebuild = split_arrays(model)
-    return rebuild(_shard_tree(arrays, mesh, rules))
+    return rebuild(_shard_tree(arrays, rules, mesh))
 
 
 def split_arrays(model: Any) -> tuple[Any, Callable[[Any], Any]]:
@@ -145,11 +145,10 @@ def split_arrays(model: Any) -> tuple[Any, Callable[[Any], Any]]:
     return jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, model), rebuild_equinox_module
 
 
-def _check_partition_rules(mesh: Any, rules: Any) -> None:
-    if not isinstance(rules, Mapping) or not all(isinstance(spec, PartitionSpec) for spec in rules.values()):
-        raise TypeError(f"rules={rules!r} must map patterns to jax.sharding.PartitionSpec")
-    for pattern, spec in rules.items():
-        check_path_pattern("rules", pattern)
+def _check_partition_rules(rules: Any, mesh: Any) -> None:
+    for pattern, spec in check_pattern_mapping("rules", rules, "{'kernel': PartitionSpec('fsdp')}"):
+        if not isinstance(spec, PartitionSpec):
+            raise TypeError(f"rules[{pattern!r}]={spec!r} must be a jax.sharding.PartitionSpec")
         for entry in spec:
             for axis in entry if isinstance(entry, tuple) else (entry,):
                 if axis is not None and axis not in mesh.axis_names:
@@ -157,18 +156,14 @@ def _check_partition_rules(mesh: Any, rules: Any) -> None:
                                      f"{mesh.axis_names}")  # fmt: skip
 
 
-def _shard_tree(tree: Any, mesh: Mesh, rules: Mapping[str, PartitionSpec]) -> Any:
+def _shard_tree(tree: Any, rules: Mapping[str, PartitionSpec], mesh: Mesh) -> Any:
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, QArray))
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    patterns = [next((pattern for pattern in rules if matches_path(pattern, path)), None) for path in paths]
-    if idle := [pattern for pattern in rules if pattern not in patterns]:
-        raise ValueError(f"rules: {', '.join(map(repr, idle))} matches no array, or only such as an earlier pattern "
-                         f"matches{nearest_paths_hint(idle, paths)}")  # fmt: skip
-    specs = [PartitionSpec() if pattern is None else rules[pattern] for pattern in patterns]
+    firsts, specs = first_matches("rules", rules, paths), list(rules.values())
     return structure.unflatten(
         [
-            _shard_leaf(path, leaf, NamedSharding(mesh, spec))
-            for path, (_, leaf), spec in zip(paths, leaves, specs, strict=True)
+            _shard_leaf(path, leaf, NamedSharding(mesh, PartitionSpec() if first is None else specs[first]))
+            for path, (_, leaf), first in zip(paths, leaves, firsts, strict=True)
         ]
     )
 

@@ -5,18 +5,11 @@ states. Keys are part of states, and are split each step. Needs Optax (`pip inst
 """
 
 from jchop._common.files import require_extra
+from jchop._common.on_demand import on_demand
 
 require_extra("jchop.optim", "optax", ("optax",))
 
-from jchop.optim._chain import (  # noqa: E402  # noqa: E402  # noqa: E402
-    AverageState,
-    CompensationState,
-    ErrorFeedbackState,
-    LossScaleState,
-    LowPrecisionState,
-    RoundState,
-    SkipState,
-    SparseState,
+from jchop.optim._chain import (  # noqa: E402
     apply_updates,
     average_params,
     averaged_params,
@@ -25,30 +18,17 @@ from jchop.optim._chain import (  # noqa: E402  # noqa: E402  # noqa: E402
     error_feedback,
     loss_scale,
     low_precision,
-    round_gradients,
     round_params,
     round_updates,
-    scale_gradients,
     skip_nonfinite,
     sparse_params,
 )
 from jchop.optim._optimizers import adam8bit, adamw4bit, adamw8bit, adamw_fp8, lion8bit, sgd8bit  # noqa: E402
-from jchop.optim._pack import PackedRows, QuantizedState, StateReport, StateRow, state_report  # noqa: E402
+from jchop.optim._pack import StateReport, state_report  # noqa: E402
 from jchop.optim._state import offload_state, quantize_state, state_shardings  # noqa: E402
 
 __all__ = [
-    "AverageState",
-    "CompensationState",
-    "ErrorFeedbackState",
-    "LossScaleState",
-    "LowPrecisionState",
-    "PackedRows",
-    "QuantizedState",
-    "RoundState",
-    "SkipState",
-    "SparseState",
     "StateReport",
-    "StateRow",
     "adam8bit",
     "adamw4bit",
     "adamw8bit",
@@ -64,13 +44,24 @@ __all__ = [
     "low_precision",
     "offload_state",
     "quantize_state",
-    "round_gradients",
     "round_params",
     "round_updates",
-    "scale_gradients",
     "sgd8bit",
     "skip_nonfinite",
     "sparse_params",
     "state_report",
     "state_shardings",
 ]
+
+__getattr__, __dir__ = on_demand(
+    "jchop.optim",
+    elsewhere={
+        "round_gradients": "round_updates(spec, key, scale=...) as the first link of the chain",
+        "scale_gradients": "optax.scale(factor), or optax.scale_by_schedule(schedule)",
+        "OptimLP": "low_precision(tx, weight=..., gradient=..., momentum=..., accumulator=...)",
+        "AdamW8bit": "adamw8bit(learning_rate)",
+        "Adam8bit": "adam8bit(learning_rate)",
+        "AdamW4bit": "adamw4bit(learning_rate)",
+        "AdamWFp8": "adamw_fp8(learning_rate)",
+    },
+)

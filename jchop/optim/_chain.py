@@ -33,59 +33,33 @@ class RoundState(NamedTuple):
     key: Array | None
 
 
-def round_gradients(
+def round_updates(
     spec: SpecLike, key: Array | None = None, *, scale: Any = 1.0
 ) -> optax.GradientTransformationExtraArgs:
-    """Gradients, multiplied by `scale`, rounded to `spec`: the first link of a chain.
+    """The updates at this place of a chain, multiplied by `scale` and rounded to `spec`: gradients in its first link.
 
     Each leaf has a separate key, split from the key in the state, as in `optax.add_noise`.
 
     Args:
         spec: a `Spec`, a format, or text.
         key: a typed key, needed by the stochastic modes.
-        scale: the factor of gradients before their rounding, a finite number above 0: 1 / s for gradients of s times
-            the loss. Default 1.
+        scale: the factor of updates before their rounding, a finite number above 0: 1 / s for gradients of s times the
+            loss. Default 1.
 
     Returns:
-        An Optax transformation.
+        An Optax transformation. Its state holds the key.
 
     Raises:
-        ValueError: for a stochastic spec without a key.
+        TypeError, ValueError: for another scale, or a stochastic spec without a key.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc, optax
-        >>> tx = optax.chain(jc.optim.round_gradients("float8_e5m2"), optax.sgd(1.0))
+        >>> tx = optax.chain(jc.optim.round_updates("float8_e5m2"), optax.sgd(0.5), jc.optim.round_updates("fixed4.2"))
         >>> params = jnp.zeros(2)
         >>> tx.update(jnp.array([1.1, 3.3]), tx.init(params), params)[0].tolist()
-        [-1.0, -3.5]
+        [-0.5, -1.75]
     """
-    return _round_in_chain(as_spec(spec, scaled=True), key, scale)
-
-
-def round_updates(spec: SpecLike, key: Array | None = None) -> optax.GradientTransformationExtraArgs:
-    """The updates at this place of a chain, rounded to `spec`.
-
-    Args:
-        spec: a `Spec`, a format, or text.
-        key: a typed key, needed by the stochastic modes.
-
-    Returns:
-        An Optax transformation. Its state is a `RoundState`.
-
-    Raises:
-        ValueError: for a stochastic spec without a key.
-
-    Example:
-        >>> import jax.numpy as jnp, jchop as jc, optax
-        >>> tx = optax.chain(optax.sgd(0.5), jc.optim.round_updates("fixed4.4"))
-        >>> params = jnp.zeros(2)
-        >>> tx.update(jnp.array([1.1, 3.3]), tx.init(params), params)[0].tolist()
-        [-0.5625, -1.625]
-    """
-    return _round_in_chain(as_spec(spec, scaled=True), key, 1.0)
-
-
-def _round_in_chain(spec: Spec, key: Array | None, scale: Any) -> optax.GradientTransformationExtraArgs:
+    spec = as_spec(spec, scaled=True)
     base.check_number("scale", scale, 0, ends="()")
     is_one = isinstance(scale, int | float) and scale == 1
 
@@ -128,7 +102,7 @@ def round_params(
             here; then a step over many binades may miss the value as above.
 
     Returns:
-        An Optax transformation; its ``update`` needs the parameters. Its state is a `RoundState`.
+        An Optax transformation; its ``update`` needs the parameters. Its state holds the key.
 
     Raises:
         ValueError: for a stochastic spec without a key; and when traced, without parameters, or for parameters of a
@@ -175,7 +149,7 @@ def error_feedback(spec: SpecLike, key: Array | None = None) -> optax.GradientTr
         key: a typed key, needed by the stochastic modes.
 
     Returns:
-        An Optax transformation. Its state is an `ErrorFeedbackState`.
+        An Optax transformation. Its state has `error`, the rounding errors, and `key`.
 
     Raises:
         ValueError: for a stochastic spec without a key; and when traced, for updates of a dtype that cannot hold the
@@ -240,7 +214,8 @@ def compensate(
         compensation: the rounding of c. Default: the parameters' dtype.
 
     Returns:
-        An Optax transformation; its ``update`` needs the parameters. Its state is a `CompensationState`.
+        An Optax transformation; its ``update`` needs the parameters. Its state has `lost`, the
+            rounding errors, and `key`.
 
     Raises:
         ValueError: for a stochastic spec without a key; and when traced, without parameters, or for parameters of a
@@ -327,7 +302,8 @@ def low_precision(
         key: a typed key, needed if a spec is stochastic.
 
     Returns:
-        An Optax transformation; its ``update`` needs the parameters. Its state is a `LowPrecisionState`.
+        An Optax transformation; its ``update`` needs the parameters. Its state has `inner_state`,
+            `accumulator` (or None) and `key`.
 
     Raises:
         TypeError, ValueError: for a value that is not a spec, or a stochastic spec without a key; for `momentum` if the
@@ -549,7 +525,8 @@ def sparse_params(
             grow by gradients that do not know them, and masks go on changing. Default 0.02.
 
     Returns:
-        An Optax transformation, whose ``update`` needs the parameters. Its state is a `SparseState`.
+        An Optax transformation, whose ``update`` needs the parameters. Its state has `steps`, `masks`
+            and `dense`.
 
     Raises:
         TypeError, ValueError: for arguments out of range; and when traced, without parameters.
@@ -664,38 +641,6 @@ def apply_updates(params: Any, updates: Any, key: Array | None = None) -> Any:
     return base.map_with_keys(leaf, start, params, updates, is_leaf=base.holds_codes)[1]
 
 
-def scale_gradients(factor: Any) -> optax.GradientTransformationExtraArgs:
-    """Gradients times a factor, in their own dtype: 1 / s undoes a loss multiplied by s.
-
-    Args:
-        factor: a finite number above 0, or a schedule: a function of the count of steps, an int32 scalar.
-
-    Returns:
-        An Optax transformation.
-
-    Raises:
-        TypeError, ValueError: for another factor.
-
-    Example:
-        >>> import jax.numpy as jnp, jchop as jc
-        >>> tx = jc.optim.scale_gradients(1 / 1024)
-        >>> tx.update(jnp.array([512.0]), tx.init(jnp.zeros(1)))[0].tolist()
-        [0.5]
-    """
-    base.check_number("factor", factor, 0, ends="()", schedule=True)
-
-    def init(_: Any) -> Any:
-        return optax.ScaleByScheduleState(jnp.zeros([], jnp.int32)) if callable(factor) else optax.EmptyState()
-
-    def update(updates: Any, state: Any, _: Any) -> tuple[Any, Any]:
-        now = base.check_number("factor", factor(state.count), 0, ends="()") if callable(factor) else factor
-        gradients = jax.tree.map(lambda u: (u * now).astype(u.dtype), updates)
-        following = optax.ScaleByScheduleState(optax.safe_increment(state.count)) if callable(factor) else state
-        return gradients, following
-
-    return base.make_link(init, update)
-
-
 class SkipState(NamedTuple):
     """State of `skip_nonfinite`: the state of the wrapped transformation, and an int32 count of skipped steps."""
 
@@ -714,7 +659,7 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> optax.GradientTransfo
         inner: any Optax transformation.
 
     Returns:
-        An Optax transformation. Its state is a `SkipState`.
+        An Optax transformation. Its state has `inner_state`, and `skipped`, the count of skipped steps.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc, optax
@@ -782,7 +727,8 @@ def dynamic_loss_scale(
         largest: the largest scale. Default 2^24.
 
     Returns:
-        An Optax transformation. Its state is a `LossScaleState`.
+        An Optax transformation. Its state has `inner_state`, `scale`, `steady` (sound steps in a row) and
+            `skipped` (a count).
 
     Raises:
         TypeError, ValueError: for numbers out of range.

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from jchop._common.bit_ops import CARRIERS, FLOAT32
-from jchop._common.checks import check_float, check_int
+from jchop._common.checks import check, check_float, check_int
 from jchop._common.settings import split_prng_key
 from jchop._core.arithmetic.exact import carrier_range, range_of, supports_operation
 from jchop._core.matmul.operations import operation_words, round_operation
@@ -35,12 +35,18 @@ def check_number(
 ) -> Any:
     """`value`, checked to be one finite real number of an interval, as in `check_float`; a function if `schedule`.
 
-    If it is traced, only dtype and shape are checked.
+    If it is traced, only dtype and shape are checked. With a finite upper end an array needs 32 bits:
+    `optax.inject_hyperparams` makes one in the dtype of the parameters, and 0.999 in bfloat16 is 1.
     """
     if schedule and callable(value):
         return value
     if hasattr(value, "dtype"):
         _check_scalar(name, value, jnp.number, "a real number")
+        check(
+            math.isinf(high) or value.dtype.itemsize > 2 or not jnp.issubdtype(value.dtype, jnp.floating),
+            f"{name} has the dtype {value.dtype}, in which it is rounded, as 0.999 to 1; pass "
+            "hyperparam_dtype=jnp.float32 to optax.inject_hyperparams",
+        )
     if not has_tracer(value):
         check_float(name, value, low, high, ends)
     return value

@@ -106,7 +106,7 @@ _SECTIONS = """
 {}
 
     Returns:
-        An Optax transformation. Its state is a `QuantizedState`.
+        An Optax transformation. Its state is that of `quantize_state`.
 
     Raises:
         TypeError, ValueError: for a number out of range: decays are in [0, 1), the others are finite and >= 0."""

@@ -16,8 +16,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jchop._common.bit_ops import entries_after_reshape, parts_of_axes, place_like, reshape, reshard_like
-from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint
-from jchop._common.text import TableOrLine, Tables
+from jchop._common.paths import check_pattern_mapping, first_matches
+from jchop._common.text import RowReport, TableOrLine
 from jchop._core.rounding.codes import packed_size
 from jchop._spec.spec import Gradient, Spec, as_spec
 from jchop.optim._leaves import is_float_leaf, path_text
@@ -67,20 +67,15 @@ def as_state_rules(value: Any) -> StateRules:
     """
     if not isinstance(value, Mapping):
         return (("*", _check_state_spec(as_spec(value, scaled=True))),)
-    if not value:
-        raise ValueError("rules={} has no rule; give a spec, or a mapping of path patterns to specs")
     return tuple(
-        (
-            check_path_pattern("rules: pattern", text, "'0/mu'"),
-            None if s is None else _check_state_spec(as_spec(s, text, scaled=True)),
-        )
-        for text, s in value.items()
+        (pattern, None if each is None else _check_state_spec(as_spec(each, f"spec[{pattern!r}]", scaled=True)))
+        for pattern, each in check_pattern_mapping("spec", value, "{'0.mu': 'dynamic8'}")
     )
 
 
 def _check_state_spec(spec: Spec) -> Spec:
     if spec.scaled is not None and spec.scaled.sparse is not None:
-        raise ValueError(f"rules: {str(spec)!r} drops numbers, which a state needs; leave sparse out")
+        raise ValueError(f"spec={str(spec)!r} drops numbers, which a state needs; leave sparse out")
     return spec
 
 
@@ -94,26 +89,20 @@ def plan_packing(leaves: _PathsAndLeaves, rules: StateRules, min_size: int) -> l
     fewer than `min_size` elements, stay unpacked.
 
     Raises:
-        ValueError: for a rule whose pattern matches no floating-point leaf.
+        ValueError: for a pattern that is the first match of no floating-point leaf.
     """
-    without_match = {pattern for pattern, _ in rules}
-    specs: list[Spec | None] = []
-    names = []
-    for path, leaf in leaves:
-        packed = is_packed_leaf(leaf)
-        if not (packed or is_float_leaf(leaf)):
-            specs.append(None)
-            continue
-        names.append(path_text(path))
-        matching = [(pattern, spec) for pattern, spec in rules if matches_path(pattern, names[-1])]
-        without_match -= {pattern for pattern, _ in matching}
-        large = packed or math.prod(leaf.shape) >= min_size  # a shard of a packed leaf may be small
-        specs.append(matching[0][1] if matching and large else None)
-    if without_match and names:
-        raise ValueError(
-            f"rules: {', '.join(map(repr, sorted(without_match)))} matches none of the state's arrays"
-            f"{nearest_paths_hint(without_match, names)}"
-        )
+    names = {
+        place: path_text(path)
+        for place, (path, leaf) in enumerate(leaves)
+        if is_packed_leaf(leaf) or is_float_leaf(leaf)
+    }
+    firsts = first_matches("spec", [pattern for pattern, _ in rules], names.values()) if names else []
+    specs: list[Spec | None] = [None] * len(leaves)
+    for place, first in zip(names, firsts, strict=True):
+        leaf = leaves[place][1]
+        # a shard of a packed leaf may be small
+        if first is not None and (is_packed_leaf(leaf) or math.prod(leaf.shape) >= min_size):
+            specs[place] = rules[first][1]
     return specs
 
 
@@ -324,7 +313,7 @@ class StateRow:
 
 
 @dataclass(frozen=True)
-class StateReport(Tables):
+class StateReport(RowReport):
     """The arrays of a state; `str` is a table.
 
     Args:
@@ -342,11 +331,6 @@ class StateReport(Tables):
     def packed(self) -> tuple[StateRow, ...]:
         """The arrays that are packed."""
         return tuple(row for row in self.rows if row.spec is not None)
-
-    @property
-    def kept(self) -> tuple[StateRow, ...]:
-        """The arrays that are not packed."""
-        return tuple(row for row in self.rows if row.spec is None)
 
     def _parts(self) -> list[TableOrLine]:
         cells = [(r.path, str(list(r.shape)), r.dtype, r.spec or "as it is", f"{r.nbytes:,}") for r in self.rows]

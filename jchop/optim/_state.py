@@ -210,7 +210,8 @@ def quantize_state(
         inner: any Optax transformation.
         spec: a `Spec`, format or text for every array; or a mapping of patterns ([](patterns.md)) to specs, or to None
             for arrays that stay unpacked. A path is a text like ``0.mu.layer.kernel``: indexes and names from the state
-            of `inner` down. The first pattern that matches decides; arrays without a match stay unpacked.
+            of `inner` down. The first pattern that matches decides; arrays without a match stay unpacked. A pattern
+            that is the first match of no array is an error.
         key: a typed key, needed by stochastic specs. The state keeps it, and each step splits it into a key for each
             array.
         min_size: arrays of fewer elements stay unpacked. Default (None): 4096.
@@ -224,7 +225,8 @@ def quantize_state(
             moments), and for arrays that are not split between devices along their first axis. Default (None): 1.
 
     Returns:
-        An Optax transformation. Its state is a `QuantizedState`.
+        An Optax transformation. Its state has `inner_state`, the state of `inner` with a `jchop.QArray` for each packed
+            array, and `skipped`, the count of skipped steps.
 
     Raises:
         TypeError, ValueError: for an argument that is not allowed; at ``init``, for a rule that matches no array; when

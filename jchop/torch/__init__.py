@@ -4,20 +4,20 @@ Needs PyTorch (`pip install ".[torch]"`), which no other part of jchop imports, 
 """
 
 from jchop._common.files import require_extra
+from jchop._common.on_demand import on_demand
 
 require_extra("jchop.torch", "torch", ("torch",))
 
-from jchop.torch._functions import Quantizer, matmul, round_to_format, round_to_format_  # noqa: E402
+from jchop.torch._functions import Quantizer, matmul, round_to_format  # noqa: E402
 from jchop.torch._operators import as_jax, as_tensor  # noqa: E402
 from jchop.torch._optim import OptimLP  # noqa: E402
 from jchop.torch._packed import PackedTensor, dequantize  # noqa: E402
-from jchop.torch._quantize import ModuleReport, ParameterRow, quantize, report  # noqa: E402
+from jchop.torch._quantize import ModuleReport, quantize, report  # noqa: E402
 
 __all__ = [
     "ModuleReport",
     "OptimLP",
     "PackedTensor",
-    "ParameterRow",
     "Quantizer",
     "as_jax",
     "as_tensor",
@@ -26,5 +26,13 @@ __all__ = [
     "quantize",
     "report",
     "round_to_format",
-    "round_to_format_",
 ]
+
+__getattr__, __dir__ = on_demand(
+    "jchop.torch",
+    elsewhere={
+        "round_to_format_": "round_to_format(tensor, spec, inplace=True)",
+        "quantize_": "quantize(module, rules), which returns a copy",
+        "float_quantize": "round_to_format(tensor, spec)",
+    },
+)

@@ -28,6 +28,7 @@ def round_to_format(
     tensor: Tensor,
     spec: SpecLike,
     *,
+    inplace: bool = False,
     seed: int | None = None,
     gradient_seed: int | None = None,
     generator: torch.Generator | None = None,
@@ -47,6 +48,8 @@ def round_to_format(
         tensor: float16, bfloat16, float32, float64, complex64 or complex128 (by parts), any shape, on the CPU or a CUDA
             device.
         spec: a `jchop.Spec`, a format (rounded to nearest, ties to even), or text such as ``"e5m2:stochastic"``.
+        inplace: whether the result is written into the tensor, a view too. Default False. Autograd must allow writing
+            to it: a leaf that requires a gradient is written to under `torch.no_grad`.
         seed: an integer from 0 to 2^64 - 1, for the stochastic modes; they need it, or `generator`.
         gradient_seed: the seed for a cotangent that is rounded stochastically.
         generator: a generator from which the words of a key are drawn, in place of both seeds.
@@ -55,7 +58,8 @@ def round_to_format(
             False: such a tensor is an error. Transposed and channels-last tensors need no copy.
 
     Returns:
-        A new tensor of the same shape and dtype, with the same strides if the memory of `tensor` has no gaps.
+        A new tensor of the same shape and dtype, with the same strides if the memory of `tensor` has no gaps; `tensor`
+        itself if `inplace`.
 
     Raises:
         TypeError: if `tensor` is not a tensor, or has another dtype.
@@ -66,6 +70,9 @@ def round_to_format(
         >>> import torch, jchop as jc
         >>> jc.torch.round_to_format(torch.tensor([0.1, 1000.0]), "float8_e4m3fn:saturate")
         tensor([1.0156e-01, 4.4800e+02])
+        >>> y = torch.tensor([1.1, 2.3])
+        >>> jc.torch.round_to_format(y, "float8_e5m2", inplace=True) is y, y
+        (True, tensor([1.0000, 2.5000]))
         >>> x = torch.tensor([0.3, 5.0], requires_grad=True)
         >>> jc.torch.round_to_format(x, jc.Spec("fixed1.3", gradient="clipped")).sum().backward()
         >>> x.grad
@@ -74,56 +81,15 @@ def round_to_format(
     operators.check_carrier("tensor", tensor)
     plan = operators.plan_of(spec)
     words = operators.rounding_words(plan.spec, plan.draws, seed, generator)
-    result = round_straight_through(tensor, plan.spec, words, copy)
-    if plan.gradient is None:
-        return result
-    return round_gradient(
-        result,
-        plan.gradient,
-        operators.rounding_words(plan.gradient, plan.gradient_draws, gradient_seed, generator, _GRADIENT_SEED),
-    )
-
-
-def round_to_format_(
-    tensor: Tensor,
-    spec: SpecLike,
-    *,
-    seed: int | None = None,
-    gradient_seed: int | None = None,
-    generator: torch.Generator | None = None,
-    copy: bool = False,
-) -> Tensor:
-    """`round_to_format` in place: the result is written into the tensor.
-
-    Args:
-        tensor: as in `round_to_format`; autograd must allow writing to it.
-        spec: as in `round_to_format`.
-        seed: as in `round_to_format`.
-        gradient_seed: as in `round_to_format`.
-        generator: as in `round_to_format`.
-        copy: as in `round_to_format`.
-
-    Returns:
-        `tensor`.
-
-    Raises:
-        TypeError, ValueError: as `round_to_format`.
-
-    Example:
-        >>> import torch, jchop as jc
-        >>> x = torch.tensor([1.1, 2.3])
-        >>> jc.torch.round_to_format_(x, "float8_e5m2") is x, x
-        (True, tensor([1.0000, 2.5000]))
-    """
-    operators.check_carrier("tensor", tensor)
-    # A gradient may need the overwritten values.
-    source = tensor.clone() if tensor.requires_grad and torch.is_grad_enabled() else tensor
-    return tensor.copy_(
-        round_to_format(source, spec, seed=seed, gradient_seed=gradient_seed, generator=generator, copy=copy)
-    )
-
-
-_GRADIENT_SEED = "gradient_seed"
+    # A gradient may need the values that are overwritten.
+    source = tensor.clone() if inplace and tensor.requires_grad and torch.is_grad_enabled() else tensor
+    result = round_straight_through(source, plan.spec, words, copy)
+    if plan.gradient is not None:
+        draws, seed_name = plan.gradient_draws, "gradient_seed"
+        result = round_gradient(
+            result, plan.gradient, operators.rounding_words(plan.gradient, draws, gradient_seed, generator, seed_name)
+        )
+    return tensor.copy_(result) if inplace else result
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------

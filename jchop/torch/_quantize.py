@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, overload
 
 import torch
@@ -14,16 +14,16 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from jchop._common.checks import check_choice, short_repr
-from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint, path_pattern
-from jchop._common.text import TableOrLine, Tables
-from jchop._spec.spec import Gradient, Spec, SpecLike, as_spec
+from jchop._common.paths import matches_path, nearest_paths_hint, path_pattern
+from jchop._common.text import RowReport, TableOrLine
+from jchop._quantized.products.rule import Rule, RuleLike, as_rule_tuple
+from jchop._spec.spec import Spec, SpecLike
 from jchop.storage import QArray
 from jchop.torch._functions import Quantizer, first_words
 from jchop.torch._operators import check_carrier, check_tensor, outside_graphs, plan_of, rounding_words
 from jchop.torch._packed import PackedTensor, pack_parameter, packed_parameters, tensor_codes
 
 Tensor = torch.Tensor
-ModuleRules = Mapping[str, Mapping[str, Any]]
 QuantizeMode = Literal["qat", "ptq", "weight_only"]
 _QUANTIZE_MODES = ("qat", "ptq", "weight_only")
 #: Names of the submodules that round the inputs and outputs of a layer.
@@ -33,20 +33,20 @@ _TENSOR_FIELDS = ("activation", "output", "gradient")
 
 @overload
 def quantize(
-    x: Tensor, how: SpecLike, *, seed: int | None = ..., generator: torch.Generator | None = ..., copy: bool = ...
+    x: Tensor, rules: SpecLike, *, seed: int | None = ..., generator: torch.Generator | None = ..., copy: bool = ...
 ) -> QArray: ...
 
 
 @overload
-def quantize(x: nn.Module, how: ModuleRules, *, mode: QuantizeMode = ..., seed: int | None = ...) -> nn.Module: ...
+def quantize(x: nn.Module, rules: RuleLike, mode: QuantizeMode = ..., *, seed: int | None = ...) -> nn.Module: ...
 
 
 @outside_graphs
 def quantize(
     x: Tensor | nn.Module,
-    how: SpecLike | ModuleRules,
-    *,
+    rules: SpecLike | RuleLike,
     mode: QuantizeMode = "qat",
+    *,
     seed: int | None = None,
     generator: torch.Generator | None = None,
     copy: bool = False,
@@ -56,10 +56,11 @@ def quantize(
     **For a tensor** the result is the same as from `jchop.quantize`: a `jchop.QArray` of JAX arrays on the tensor's
     device. `jchop.torch.as_tensor` converts its leaves to tensors, and `dequantize` returns the rounded numbers.
 
-    **For a module** the result is a copy whose layers (modules with their own parameters) round by rules. Rules are a
-    dict. A key is a pattern ([](patterns.md)) for part of a layer's path, ``"head"``, ``"blocks.*.mlp"``,
-    ``"*norm*"``; submodules match too, and ``"*"`` matches every layer. The first pattern that matches applies. A value
-    is a dict of specs, with some of these keys:
+    **For a module** the result is a copy whose layers (modules with their own parameters) round by rules: those of
+    `jchop.nn.quantize`. One spec is that of all weights; a mapping has a pattern ([](patterns.md)) for part of a
+    layer's path, ``"head"``, ``"blocks.*.mlp"``, ``"*norm*"``, and for each a spec of the weight, a `jchop.Rule`, or a
+    dict of its fields; several `jchop.Rule` are a list. The first that matches applies. Of the fields of a rule, torch
+    takes ``path``, ``layer`` and:
 
     * ``weight``, ``bias``: the parameters, rounded at each use, as parametrizations (`torch.nn.utils.parametrize`):
       ``layer.parametrizations.weight.original`` is trained. A weight is what a product takes as a matrix, or a table
@@ -83,7 +84,7 @@ def quantize(
 
     Args:
         x: a float tensor as in `round_to_format`, but not complex; or a module.
-        how: for a tensor, a `jchop.Spec`, a format, a scaled format, or text; for a module, the rules.
+        rules: for a module, its rules; for a tensor, its spec: a `jchop.Spec`, a format, a scaled format, or text.
         mode: ``"qat"``, ``"ptq"`` or ``"weight_only"``, for modules. Default ``"qat"``.
         seed: an integer from 0 to 2^64 - 1. The stochastic modes need it for a tensor; for a module the default is 0.
         generator: a generator in place of the seed, for tensors.
@@ -94,7 +95,8 @@ def quantize(
 
     Raises:
         TypeError, ValueError: as `jchop.quantize`, and for a tensor that would have to be copied; for rules that are
-            invalid, match no layer, or round a weight or bias that no matched layer has.
+            invalid, match no layer, have a field that torch cannot follow, or round a weight or bias that no matched
+            layer has.
         NotImplementedError: for a layer that does not access its parameters by name (`torch.nn.LSTM` and similar ones),
             or computes within one function (activations in `torch.nn.MultiheadAttention`).
 
@@ -104,10 +106,11 @@ def quantize(
         >>> jc.torch.dequantize(q)
         tensor([ 1.0000,  0.2500, -8.0000, 96.0000])
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
-        >>> low = jc.torch.quantize(model, {"2": {}, "*": dict(weight="int4(group=all)", gradient="float8_e5m2")})
+        >>> rules = {"2": {}, "*": jc.Rule(weight="int4(group=all)", gradient="float8_e5m2")}
+        >>> low = jc.torch.quantize(model, rules)
         >>> low[0].weight.unique().numel() <= 15 * 4, low[2].weight is low[2].weight
         (True, True)
-        >>> small = jc.torch.quantize(model, {"*": dict(weight="int4(group=4)")}, mode="weight_only")
+        >>> small = jc.torch.quantize(model, "int4(group=4)", "weight_only")
         >>> [f"{name} {part.dtype}" for name, part in small.state_dict().items() if name.startswith("0")]
         ['0.bias torch.float32', '0.weight_packed.qvalue torch.uint8', '0.weight_packed.scale torch.float32',
          '0.weight_packed._extra_state torch.uint8']
@@ -115,11 +118,11 @@ def quantize(
     if isinstance(x, nn.Module):
         if generator is not None or copy:
             raise ValueError("generator= and copy= are for tensors; the roundings of a module are seeded by seed=")
-        return _convert_module(x, how, 0 if seed is None else seed, mode)  # type: ignore[arg-type]
+        return _convert_module(x, rules, 0 if seed is None else seed, mode)
     if mode != "qat":
         raise ValueError(f"mode={mode!r} is for modules; a tensor becomes a QArray")
     check_carrier("x", x, complex_too=False)
-    plan = plan_of(how)  # type: ignore[arg-type]
+    plan = plan_of(rules)  # type: ignore[arg-type]
     return tensor_codes(x, plan.spec, rounding_words(plan.spec, plan.draws, seed, generator), copy=copy)
 
 
@@ -131,91 +134,80 @@ _MODULE_FIELDS = ("weight", "bias", *_TENSOR_FIELDS)
 _LayerSpecs = dict[str, Spec]
 
 
-def _as_module_rules(rules: Any) -> dict[str, _LayerSpecs]:
+def _as_module_rules(rules: Any) -> tuple[Rule, ...]:
     """Rules of the caller, checked.
 
     Raises:
-        TypeError, ValueError: for invalid rules.
+        TypeError, ValueError: for invalid rules, or one with a field that layers of torch cannot follow.
     """
-    if not isinstance(rules, Mapping) or not rules:
-        raise TypeError(f"rules={rules!r} must be a dict such as {{'*': dict(weight='float8_e4m3fn')}}")
-    return {
-        check_path_pattern("rules: pattern", pattern, "'blocks.*.mlp'"): _as_layer_specs(pattern, value)
-        for pattern, value in rules.items()
-    }
+    module_rules = as_rule_tuple(Rule(weight=rules) if isinstance(rules, torch.dtype) else rules)  # type: ignore[arg-type]
+    default = Rule(product="float")
+    for rule in module_rules:
+        for name in (field.name for field in fields(rule) if field.name not in ("path", "layer", *_MODULE_FIELDS)):
+            if getattr(rule, name) not in (None, getattr(default, name)):
+                raise ValueError(
+                    f"{rule}: {name}= is of jc.nn alone; rules of torch have path, layer, {', '.join(_MODULE_FIELDS)}"
+                )
+    return module_rules
 
 
-def _first_match(path: str, rules: Mapping[str, _LayerSpecs]) -> str | None:
-    """The first pattern that matches part of a dotted path; None if there is none."""
-    return next((pattern for pattern in rules if matches_path(pattern, path)), None)
+def _matches(rule: Rule, path: str, layer: nn.Module) -> bool:
+    return rule.matches(path, layer=parametrize.type_before_parametrizations(layer).__name__)
 
 
-def _as_layer_specs(pattern: str, entries: Any) -> _LayerSpecs:
-    if not isinstance(entries, Mapping) or not set(entries) <= set(_MODULE_FIELDS):
-        raise TypeError(
-            f"rules[{pattern!r}]={entries!r} must be a dict with some of the keys {', '.join(_MODULE_FIELDS)}"
-        )
-    specs = {
-        name: as_spec(value, f"rules[{pattern!r}]: {name}", scaled=True)
-        for name, value in entries.items()
-        if value is not None
-    }
-    gradient = specs.get("gradient")
-    if gradient is not None and gradient.gradient != Gradient():
-        raise ValueError(f"rules[{pattern!r}]: gradient={str(gradient)!r} cannot have a gradient itself")
-    return specs
+def _layer_specs(rule: Rule) -> _LayerSpecs:
+    return {name: spec for name in _MODULE_FIELDS if (spec := getattr(rule, name)) is not None}
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------
 
 
-def _convert_module(module: nn.Module, rules: Mapping[str, Mapping[str, Any]], seed: int, mode: str) -> nn.Module:
+def _convert_module(module: nn.Module, rules: Any, seed: int, mode: str) -> nn.Module:
     """A copy of `module` that rounds by rules; see `jchop.torch.quantize`."""
     check_choice("mode", mode, _QUANTIZE_MODES)
     module_rules = _as_module_rules(rules)
-    for pattern, roundings in module_rules.items() if mode == "weight_only" else ():
-        if names := [name for name in _TENSOR_FIELDS if name in roundings]:
-            raise ValueError(f"rules[{pattern!r}] has {names[0]}, and mode='weight_only' does not; use mode='ptq'")
+    for rule in module_rules if mode == "weight_only" else ():
+        if names := [name for name in _TENSOR_FIELDS if getattr(rule, name) is not None]:
+            raise ValueError(f"{rule} has {names[0]}, and mode='weight_only' does not; use mode='ptq'")
     result = deepcopy(module)
     layers = list(parameter_layers(result))
-    used_fields: dict[str, set[str]] = {}
+    used_fields: dict[Rule, set[str]] = {}
     packed_tensors: _PackedTensors | None = None if mode == "qat" else {}
-    patterns = [_first_match(path, module_rules) for path, *_ in layers]
+    layer_rules = [next((r for r in module_rules if _matches(r, path, layer)), None) for path, layer, _ in layers]
     layer_names = [_weight_names(layer) for _, layer, _ in layers]
-    weight_patterns = {pattern for pattern, own in zip(patterns, layer_names, strict=True) if own}
-    for index, (pattern, weights, (path, layer, opaque)) in enumerate(zip(patterns, layer_names, layers, strict=True)):
-        if pattern is not None:
-            roundings, names = module_rules[pattern], parameter_names(layer)
-            if pattern in weight_patterns:  # a gain and an input of a norm enter no product
+    weight_rules = {rule for rule, own in zip(layer_rules, layer_names, strict=True) if own}
+    for index, (rule, weights, (path, layer, opaque)) in enumerate(zip(layer_rules, layer_names, layers, strict=True)):
+        if rule is not None:
+            roundings, names = _layer_specs(rule), parameter_names(layer)
+            if rule in weight_rules:  # a gain and an input of a norm enter no product
                 names = [name for name in names if name.endswith("bias") or name in weights]
                 if not weights:
                     roundings = {name: spec for name, spec in roundings.items() if name in ("bias", "output")}
             _check_layer(layer, path, roundings, opaque)
-            used_fields.setdefault(pattern, set()).update(
+            used_fields.setdefault(rule, set()).update(
                 _equip(layer, path, roundings, names, (seed, index), packed_tensors)
             )
-    for pattern, roundings in module_rules.items():
-        if pattern not in used_fields:
-            raise ValueError(f"rules: {pattern!r} matches {_pattern_fault(pattern, module_rules, layers)}")
-        unused = [name for name in ("weight", "bias") if name in roundings and name not in used_fields[pattern]]
+    for rule in module_rules:
+        if rule not in used_fields:
+            raise ValueError(f"{rule} matches {_rule_fault(rule, layers, layer_rules)}")
+        unused = [name for name in ("weight", "bias") if name in _layer_specs(rule) and name not in used_fields[rule]]
         if unused:
-            raise ValueError(f"rules[{pattern!r}]: {unused[0]} has no effect, since no layer that it matches has one")
+            raise ValueError(f"{rule}: {unused[0]} has no effect, since no layer that it matches has one")
     return result
 
 
-def _pattern_fault(pattern: str, rules: Mapping[str, _LayerSpecs], layers: list[tuple[str, nn.Module, bool]]) -> str:
-    """What a pattern matches that is the first match of no layer."""
-    paths = [path for path, _, _ in layers]
-    earlier_patterns = dict.fromkeys(_first_match(path, rules) for path in paths if matches_path(pattern, path))
-    if not earlier_patterns:
-        for path, layer, _ in layers:
-            for name in (*parameter_names(layer), *packed_parameters(layer)):
-                if matches_path(pattern, f"{path}.{name}"):
-                    return f"no layer, but its parameter {name!r}: name the layer alone, as {path_pattern(path)!r}"
-        return f"no layer{nearest_paths_hint([pattern], paths)}"
-    names = ", ".join(map(repr, earlier_patterns))
-    clause = f"rule {names} takes" if len(earlier_patterns) == 1 else f"rules {names} take"
-    return f"only layers that the earlier {clause}; put {pattern!r} first"
+def _rule_fault(rule: Rule, layers: list[tuple[str, nn.Module, bool]], layer_rules: list[Rule | None]) -> str:
+    """What a rule matches that is the first match of no layer."""
+    earlier_rules = {
+        other: None for (path, layer, _), other in zip(layers, layer_rules, strict=True) if _matches(rule, path, layer)
+    }
+    if earlier_rules:
+        return f"only layers that an earlier rule matches; put it before {', '.join(map(str, earlier_rules))}"
+    for path, layer, _ in layers:
+        for name in (*parameter_names(layer), *packed_parameters(layer)):
+            if matches_path(rule.path, f"{path}.{name}") and not matches_path(rule.path, path):
+                return f"no layer, but its parameter {name!r}: name the layer alone, as {path_pattern(path)!r}"
+    return f"no layer{nearest_paths_hint([rule.path], [path for path, *_ in layers])}"
 
 
 #: The packed form of each parameter and spec, so that tied parameters share it. It keeps the parameters alive.
@@ -386,7 +378,7 @@ class ParameterRow:
 
 
 @dataclass(frozen=True)
-class ModuleReport(Tables):
+class ModuleReport(RowReport):
     """The parameters of a module. Its text is a table.
 
     Args:
@@ -433,7 +425,7 @@ def report(module: nn.Module) -> ModuleReport:
     Example:
         >>> import torch, jchop as jc
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 8), torch.nn.LayerNorm(8))
-        >>> print(jc.torch.report(jc.torch.quantize(model, {"0": dict(weight="nvfp4")}, mode="weight_only")))
+        >>> print(jc.torch.report(jc.torch.quantize(model, {"0": "nvfp4"}, mode="weight_only")))
         path      layer         stored   rounds  shape   bytes   bits
         0.weight  PackedLinear  nvfp4    -       8 x 64    292  4.562
         0.bias    PackedLinear  float32  -       8          32     32

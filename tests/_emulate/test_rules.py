@@ -335,12 +335,12 @@ ERRORS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (ValueError, "unknown='ignore'", lambda: jc.emulate(jnp.sin, "e5m2", unknown="ignore")),  # type: ignore[arg-type]
     (TypeError, "accumulate='e5m2'", lambda: jc.emulate(jnp.sin, "e5m2", accumulate="e5m2")),  # type: ignore[arg-type]
     (TypeError, "rules=3", lambda: jc.emulate(jnp.sin, "e5m2", rules=3)),  # type: ignore[arg-type]
-    (TypeError, "rules: key=3", lambda: jc.emulate(jnp.sin, "e5m2", rules={3: None})),  # type: ignore[dict-item]
+    (TypeError, "rules: pattern=3", lambda: jc.emulate(jnp.sin, "e5m2", rules={3: None})),  # type: ignore[dict-item]
     (TypeError, r"rules\['sin'\]", lambda: jc.emulate(jnp.sin, "e5m2", rules={"sin": 3})),
     (ValueError, r"rules\['sin'\]: .*'e5m2x'", lambda: jc.emulate(jnp.sin, "e5m2", rules={"sin": "e5m2x"})),
     (
         TypeError,
-        r"^rules=Rule.* must .* as {'sin': 'bfloat16'}; a Rule is for jchop.quantize_fn$",
+        r"^rules=Rule.* must .* as {'sin': 'bfloat16'}; a Rule is for jc.nn, .*$",
         lambda: jc.emulate(jnp.sin, "e5m2", rules=jc.Rule(weight="int8")),  # type: ignore[arg-type]
     ),
     (

@@ -51,19 +51,19 @@ def bridge() -> Iterator[tuple[str, Callable[[], Any]]]:
     t = lambda: jc.torch
     for spec in ("bfloat16", "e5m2:up", "e4m3fn:saturate", "e5m2:stochastic", "int8(group=8)", "nf4(group=8)", "nvfp4(group=16)", "mxfp4(group=16)", "fixed4.4:stochastic_equal"):
         yield f"torch.round_to_format {spec}", lambda s=spec: t().round_to_format(tensor=tensor("x"), spec=s, seed=3)
-        yield f"torch.round_to_format_ {spec}", lambda s=spec: t().round_to_format_(tensor=tensor("x"), spec=s, seed=3)
-        yield f"torch.quantize {spec}", lambda s=spec: (lambda q: (q, t().dequantize(q=q)))(t().quantize(x=tensor("x"), how=s, seed=3, copy=True))
+        yield f"torch.round_to_format_ {spec}", lambda s=spec: t().round_to_format(tensor=tensor("x"), spec=s, inplace=True, seed=3)
+        yield f"torch.quantize {spec}", lambda s=spec: (lambda q: (q, t().dequantize(q=q)))(t().quantize(x=tensor("x"), rules=s, seed=3, copy=True))
     yield "torch.dequantize dtype", lambda: t().dequantize(t().quantize(tensor("x"), "int8(group=8)"), dtype=__import__("torch").bfloat16)
-    for name in ("round_to_format", "round_to_format_"):
+    for name, more in (("round_to_format", {}), ("round_to_format_", {"inplace": True})):
 
-        def gradient(name: str = name) -> Any:
+        def gradient(more: Any = more) -> Any:
             import torch
 
             x = tensor("x").requires_grad_()
-            y = getattr(t(), name)(x * 1, "e5m2:gradient=[e4m3:stochastic]", gradient_seed=5, copy=True)
+            y = t().round_to_format(x * 1, "e5m2:gradient=[e4m3:stochastic]", gradient_seed=5, copy=True, **more)
             y.backward(tensor("g"))
             generator = torch.Generator().manual_seed(4)
-            return x.grad, getattr(t(), name)(tensor("x"), "e5m2:stochastic", generator=generator)
+            return x.grad, t().round_to_format(tensor("x"), "e5m2:stochastic", generator=generator, **more)
 
         yield f"torch.{name} gradient", gradient
     yield "torch.quantize generator", lambda: t().quantize(tensor("x"), "int4(group=8):stochastic", generator=__import__("torch").Generator().manual_seed(4))

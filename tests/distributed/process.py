@@ -52,7 +52,7 @@ def shards_of(processes: int, devices: int, cases: str) -> dict[str, np.ndarray]
 
     def both(x: jax.Array) -> dict[str, jax.Array]:
         x = x[0]
-        levels = d.hierarchical("device", "process")
+        levels = d.Hierarchical("device", "process")
         known = {
             "two_shot": lambda: d.psum(x, every, STOCHASTIC, key),
             "ring": lambda: d.psum(x, every, STOCHASTIC, key, algorithm="ring"),

@@ -86,14 +86,14 @@ def test_operands_of_a_ring_draw_anew_in_each_turn(rng: np.random.Generator) -> 
 )
 def test_hierarchical(inner: int, spec: str, key: Any, rng: np.random.Generator) -> None:
     x = rng.standard_normal((2 * inner, 150)).astype(np.float32)
-    algorithm = jc.distributed.hierarchical("d", "outer")
+    algorithm = jc.distributed.Hierarchical("d", "outer")
     found = over(mesh_of(2, inner), lambda x: jc.distributed.psum(x, ("outer", "d"), spec, key, algorithm=algorithm), x)
     same(found, np.stack([replay.psum(list(x), key, replay.two_stages, 2, inner)] * 2 * inner))
 
 
 def test_the_inner_axis_of_a_hierarchy_may_be_named_first() -> None:
     def summed(x: Any) -> Any:
-        algorithm = jc.distributed.hierarchical("d", "outer")
+        algorithm = jc.distributed.Hierarchical("d", "outer")
         return jc.distributed.psum(x, ("d", "outer"), "binary32", algorithm=algorithm)
 
     x = np.arange(2 * 3 * 7, dtype=np.float32).reshape(2, 3, 7)

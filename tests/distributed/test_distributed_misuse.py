@@ -37,7 +37,7 @@ WRONG: list[tuple[str, type[Exception], str, Callable[..., Any]]] = [
     ("raw key", TypeError, "typed key", lambda x: d.psum(x, "d", "int8:stochastic", jnp.zeros(2, "uint32"))),
     ("algorithm", ValueError, "algorithm='tree' must be 'two_shot', 'ring'", lambda x: d.psum(
         x, "d", "int8", algorithm="tree")),
-    ("hierarchy", ValueError, "pass axis_name=", lambda x: d.psum(x, "d", "int8", algorithm=d.hierarchical("a", "b"))),
+    ("hierarchy", ValueError, "pass axis_name=", lambda x: d.psum(x, "d", "int8", algorithm=d.Hierarchical("a", "b"))),
     ("product", ValueError, "a sum has no products", lambda x: d.psum(
         x, "d", "int8", accumulate=jc.MatmulSpec(product="bfloat16"))),
     ("accumulator", ValueError, "accumulate", lambda x: d.psum(x, "d", "int8", accumulate="binary64")),
@@ -70,14 +70,10 @@ def test_errors_name_the_argument() -> None:
 
 
 def test_outside_of_a_mesh() -> None:
-    mesh = jax.make_mesh((2,), ("d",))
     with pytest.raises(ValueError, match="'d' is not an axis here; axes of the mesh: none"):
         d.psum(SIX, "d", "int8")
-    with pytest.raises(ValueError, match="pass mesh="):
-        d.sharded_psum(SIX, "d", "int8")
-    with pytest.raises(ValueError, match="the mesh has no axis 'rows'"):
-        d.sharded_psum(SIX, "rows", "int8", mesh=mesh)
-    with pytest.raises(ValueError, match=r"x\['w'\] has shape \(6, 2\); its first axis must have an entry"):
-        d.sharded_psum({"w": SIX}, "d", "int8", mesh=mesh)
+    for name, answer in (("sharded_psum", r"write jax.shard_map\(lambda"), ("hierarchical", "write Hierarchical")):
+        with pytest.raises(AttributeError, match=answer):
+            getattr(d, name)
     with pytest.raises(ValueError, match="two different mesh axes"):
-        d.hierarchical("a", "a")
+        d.Hierarchical("a", "a")

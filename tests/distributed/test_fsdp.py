@@ -69,7 +69,7 @@ def codes_are_gathered(kind: AxisType, names: list[str], rng: np.random.Generato
     weights = {name: q for name, q in stored(rng).items() if name in names}
     x = jnp.asarray(rng.standard_normal((4, 32)), jnp.float32)
     mesh = mesh_of(AxisType.Auto if kind == AxisType.Manual else kind)
-    placed = jc.nn.shard(weights, mesh, {rule: place for rule, place in RULES.items() if rule in map(rule_of, names)})
+    placed = jc.nn.shard(weights, {rule: place for rule, place in RULES.items() if rule in map(rule_of, names)}, mesh)
     for name, q in placed.items():
         assert (
             q.qvalue.sharding.shard_shape(q.qvalue.shape)[WEIGHTS[name][1]] * RANKS == q.qvalue.shape[WEIGHTS[name][1]]
@@ -218,7 +218,7 @@ def a_layer_by_its_number(spec: str, rng: np.random.Generator) -> None:
     numbers = jnp.asarray(rng.standard_normal((3, 32, 64)), jnp.float32)
     stacks = {"w": jax.vmap(lambda w: jc.quantize(w, spec))(numbers)}
     mesh = mesh_of(AxisType.Auto)
-    placed = jc.nn.shard(stacks, mesh, {"*": P(None, "fsdp")})
+    placed = jc.nn.shard(stacks, {"*": P(None, "fsdp")}, mesh)
 
     def one(i: jax.Array) -> Any:
         return jax.tree.map(jc.dequantize, jc.distributed.unshard(placed, entry=i), is_leaf=is_stored)
@@ -260,7 +260,7 @@ def is_stored(leaf: Any) -> bool:
 
 def test_a_module_is_placed() -> None:
     model = jc.nn.quantize(nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jc.Rule(weight="int4(group=16)"), "ptq")
-    placed = jc.nn.shard(model, mesh_of(AxisType.Auto), {"kernel": P(None, "fsdp")})
+    placed = jc.nn.shard(model, {"kernel": P(None, "fsdp")}, mesh_of(AxisType.Auto))
     assert placed.kernel[...].qvalue.sharding.spec == P(None, "fsdp")
     assert placed.bias[...].sharding.spec == P()
     assert len(model.kernel[...].qvalue.devices()) == 1
@@ -279,11 +279,12 @@ def test_what_is_refused(rng: np.random.Generator) -> None:
         ({"w": P(None, None, "fsdp")}, ValueError, "names 3 axes, and the array has 2"),
         ({"v": P("fsdp")}, ValueError, "'v' matches no array"),
         ({"b": P("fsdp")}, ValueError, "b: "),
-        ({"w": "fsdp"}, TypeError, "must map patterns"),
-        (3, TypeError, "rules=3"),
+        ({"w": "fsdp"}, TypeError, "must be a jax.sharding.PartitionSpec"),
+        ({"w": P(None, None), "*": P(), "b": P()}, ValueError, "'b' matches no array, or only such as an earlier"),
+        (3, TypeError, "rules=3 must map patterns"),
     ]:
         with pytest.raises(error, match=text):
-            jc.nn.shard(q, mesh, rules)  # type: ignore[arg-type]
+            jc.nn.shard(q, rules, mesh)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="there is no mesh"):
         jc.distributed.unshard(q)
     for wrong in (1.0, jnp.ones(2, bool), jnp.ones(2, complex)):

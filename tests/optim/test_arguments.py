@@ -110,8 +110,7 @@ def test_injected_adamw8bit_gives_the_bits_of_the_plain_one() -> None:
 
 #: Transformations that take numbers: a function of them, and the numbers; powers of two, of which no bit is lost.
 TAKES_NUMBERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "scale_gradients": (optim.scale_gradients, {"factor": 0.5}),
-    "round_gradients": (optim.round_gradients, {"spec": "e5m2", "scale": 0.25}),
+    "round_updates": (optim.round_updates, {"spec": "e5m2", "scale": 0.25}),
     "average_params": (optim.average_params, {"start": 1, "every": 2}),
     "dynamic_loss_scale": (
         optim.dynamic_loss_scale,
@@ -137,7 +136,7 @@ def test_an_injected_schedule_of_scales() -> None:
     def scale(count: Any) -> Any:
         return 0.5 ** (count + 1)
 
-    updates, _ = run(optax.inject_hyperparams(optim.round_gradients)("e5m2", scale=scale), 3)
+    updates, _ = run(optax.inject_hyperparams(optim.round_updates)("e5m2", scale=scale), 3)
     for i in range(3):
         wanted = jc.round_to_format(GRADS["w"] * 0.5 ** (i + 1), "e5m2")
         np.testing.assert_array_equal(updates["w"][i], wanted)
@@ -149,8 +148,22 @@ def test_a_size_that_is_traced_is_refused_with_the_way_out() -> None:
         jax.eval_shape(tx.update, GRADS, tx.init(PARAMS), PARAMS)
     tx = optax.inject_hyperparams(optim.sgd8bit, static_args="chunks")(1e-3, chunks=2)
     jax.eval_shape(tx.update, GRADS, jax.eval_shape(tx.init, PARAMS), PARAMS)
-    tx = optax.inject_hyperparams(optim.round_gradients, static_args="key")("e5m2:stochastic", KEY, scale=0.5)
+    tx = optax.inject_hyperparams(optim.round_updates, static_args="key")("e5m2:stochastic", KEY, scale=0.5)
     jax.eval_shape(tx.update, GRADS, jax.eval_shape(tx.init, PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["adamw8bit", "adamw4bit", "adamw_fp8", "adam8bit", "lion8bit", "sgd8bit"])
+def test_a_decay_of_16_bits_is_refused_with_the_way_out(name: str, dtype: str) -> None:
+    """Traced, too: in bfloat16 0.999 is 1, with which each step would be NaN, and so be skipped."""
+    half = jnp.ones((4, 8), dtype)
+    wrong = optax.inject_hyperparams(getattr(optim, name))(1e-3)
+    for init in (wrong.init, lambda p: jax.eval_shape(wrong.init, p)):
+        with pytest.raises(ValueError, match=rf"^(b1|momentum) has the dtype {dtype}.*hyperparam_dtype=jnp.float32"):
+            init(half)
+    tx = optax.inject_hyperparams(getattr(optim, name), hyperparam_dtype=jnp.float32)(learning_rate=1e-3)
+    updates, _ = tx.update(half, tx.init(half), half)
+    assert bool(jnp.isfinite(updates).all() & (updates != 0).all())
 
 
 def test_a_hyperparameter_set_to_a_python_number_is_reported() -> None:
@@ -172,8 +185,7 @@ REFUSED: list[tuple[str, Callable[[], Any]]] = [
     *((f"weight_decay={x!r}", lambda x=x: optim.adamw4bit(1e-3, weight_decay=x)) for x in (NAN, INF, -1e-2)),
     *((f"momentum={x!r}", lambda x=x: optim.sgd8bit(1e-3, x)) for x in (NAN, 1.0, None)),
     ("b1=", lambda: optim.adamw8bit(1e-3, jnp.ones(2) / 2)),
-    *((f"factor={x!r}", lambda x=x: optim.scale_gradients(x)) for x in (0.0, -1.0, NAN, INF, True, None, "2")),
-    *((f"scale={x!r}", lambda x=x: optim.round_gradients("e5m2", scale=x)) for x in (0, -1, NAN, INF, True)),
+    *((f"scale={x!r}", lambda x=x: optim.round_updates("e5m2", scale=x)) for x in (0, -1, NAN, INF, True, None, "2")),
     *((f"gradient_scale={x!r}", lambda x=x: optim.low_precision(SGD, gradient_scale=x)) for x in (0.0, -1.0, NAN, INF)),
     *(
         (f"initial={x!r}", lambda x=x: optim.dynamic_loss_scale(SGD, x, largest=2.0**127))
@@ -244,7 +256,7 @@ def test_the_largest_limits_keep_a_loss_scale_finite() -> None:
 #: Transformations of a spec, and the path that their error names.
 OF_SPECS: list[tuple[Callable[[Any], Any], str]] = [
     (optim.error_feedback, "layer.scale"),
-    (optim.round_gradients, "layer.scale"),
+    (optim.round_updates, "layer.scale"),
     (optim.round_params, "layer.scale"),
     (optim.compensate, "layer.scale"),
     (lambda spec: optim.average_params(spec=spec), "layer.scale"),
@@ -256,7 +268,7 @@ OF_SPECS: list[tuple[Callable[[Any], Any], str]] = [
 
 def test_a_leaf_of_integers_is_named_with_the_way_out() -> None:
     params = {"layer": {"w": jnp.ones(3), "step": jnp.int32(0)}}
-    rounding = optim.round_params, optim.round_gradients, optim.round_updates, optim.error_feedback, optim.compensate
+    rounding = optim.round_params, optim.round_updates, optim.error_feedback, optim.compensate
     low = [partial(optim.low_precision, optax.sgd(0.1)), partial(optim.low_precision, optax.adam(0.1))]
     made = [make("bfloat16") for make in rounding] + [f(weight="e5m2") for f in low] + [f(gradient="e5m2") for f in low]
     for tx in made:

@@ -16,7 +16,7 @@ from further import Further
 
 import jchop as jc
 from jchop import optim
-from jchop.optim._chain import all_hold, finite_leaves
+from jchop.optim._chain import LossScaleState, all_hold, finite_leaves
 
 further = Further()
 
@@ -70,7 +70,7 @@ def unkeyed(state: Any) -> Any:
 def left_out(state: Any) -> int:
     """Steps left out, by a wrapper or by one within it."""
     own = int(state.skipped)
-    return own + (left_out(state.inner_state) if isinstance(state, optim.LossScaleState) else 0)
+    return own + (left_out(state.inner_state) if isinstance(state, LossScaleState) else 0)
 
 
 @pytest.mark.in_turn(5)
@@ -224,7 +224,10 @@ def test_gradients_of_16_bits_are_unscaled_in_32() -> None:
 
 
 def test_gradients_are_scaled_by_numbers_and_schedules() -> None:
-    tx = optim.scale_gradients(lambda count: 0.5**count)
+    """By Optax, as the page on optimizers says, in the dtype of gradients."""
+    made, _ = optax.scale(1 / 1024).update(jnp.array([512.0], "bfloat16"), optax.EmptyState())
+    assert made.tolist() == [0.5] and made.dtype == jnp.bfloat16
+    tx = optax.scale_by_schedule(lambda count: 0.5**count)
     state, seen = tx.init(jnp.ones(1)), []
     for _ in range(3):
         updates, state = tx.update(jnp.array([8.0], "bfloat16"), state)

@@ -120,7 +120,7 @@ def scaled_parameters_land_on_their_grid() -> None:
 def test_gradients_and_updates_are_rounded_leaf_by_leaf_with_keys_of_their_own() -> None:
     spec = "bfloat16:stochastic"
     g = {"a": jnp.full(1000, 1.001), "b": jnp.full(1000, 1.001)}
-    for tx in (optim.round_gradients(spec, KEY), optim.round_updates(spec, KEY)):
+    for tx in (optim.round_updates(spec, KEY), optim.round_updates(spec, KEY, scale=jnp.float32(1))):
         first, state = tx.update(g, tx.init(g))
         second, _ = tx.update(g, state)
         drawn = [np.asarray(x) for made in (first, second) for x in (made["a"], made["b"])]
@@ -134,13 +134,13 @@ def test_gradients_and_updates_are_rounded_leaf_by_leaf_with_keys_of_their_own()
 
 @pytest.mark.smoke
 def test_gradients_are_scaled_before_they_are_rounded() -> None:
-    tx = optim.round_gradients("e5m2", scale=1 / 1024)
+    tx = optim.round_updates("e5m2", scale=1 / 1024)
     made, _ = tx.update(jnp.array([1100.0, 3.0]), tx.init(jnp.zeros(2)))
     assert made.tolist() == [1.0, float(jc.round_to_format(3 / 1024, "e5m2"))]
 
 
 def chain(spec: str = "bfloat16:stochastic", learning_rate: Any = 0.01) -> Any:
-    return optax.chain(optim.round_gradients(spec, KEY), optax.sgd(learning_rate, 0.9), optim.round_params(spec, KEY))
+    return optax.chain(optim.round_updates(spec, KEY), optax.sgd(learning_rate, 0.9), optim.round_params(spec, KEY))
 
 
 def on_grid(params: Any, fmt: str = "bfloat16") -> bool:
@@ -195,7 +195,7 @@ def the_learning_rate_and_the_key_change_without_compiling_again() -> None:
 
 
 def test_what_is_refused() -> None:
-    for name in ("round_gradients", "round_updates", "round_params", "error_feedback", "compensate"):
+    for name in ("round_updates", "round_params", "error_feedback", "compensate"):
         with pytest.raises(ValueError, match="key=None"):
             getattr(optim, name)("e5m2:stochastic")
     tx = optim.round_params("bfloat16")
@@ -208,7 +208,7 @@ def test_what_is_refused() -> None:
             tx.update(half, tx.init(half), half)
     whole = jnp.ones(3, jnp.int32)
     with pytest.raises(TypeError, match="int32"):
-        optim.round_params("bfloat16").update(half, optim.RoundState(None), whole)
+        optim.round_params("bfloat16").update(half, optim.round_params("bfloat16").init(half), whole)
 
 
 test_further = further.test()

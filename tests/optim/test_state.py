@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import jchop as jc
 from jchop import optim
+from jchop.optim._pack import PackedRows
 
 further = Further()
 
@@ -186,7 +187,9 @@ def bytes_of_state(make: str, most: float) -> None:
     assert [row.path for row in report.packed] == [
         f"inner_state.0.{m}.{x}.w" for m in ("mu", "nu") for x in ("l1", "l2")
     ]
-    assert {row.path for row in report.kept} >= {f"inner_state.0.{m}.{x}.b" for m in ("mu", "nu") for x in ("l1", "l2")}
+    assert {row.path for row in report.rows if row.spec is None} >= {
+        f"inner_state.0.{m}.{x}.b" for m in ("mu", "nu") for x in ("l1", "l2")
+    }
     assert "as it is" in str(report) and f"{live:,} bytes" in str(report)
 
 
@@ -207,9 +210,7 @@ def odd_shapes_are_packed_too(rng: np.random.Generator) -> None:
         assert row.nbytes <= count + 4 * -(-count // 32) + 4 * 8, row
     for name, p in params.items():
         kept = after.inner_state[0].trace[name]
-        kept = (
-            jc.dequantize(kept.rows).reshape(kept.shape) if isinstance(kept, optim.PackedRows) else jc.dequantize(kept)
-        )
+        kept = jc.dequantize(kept.rows).reshape(kept.shape) if isinstance(kept, PackedRows) else jc.dequantize(kept)
         np.testing.assert_allclose(kept, p, atol=float(jnp.abs(p).max()) / 8)
 
 
@@ -222,10 +223,11 @@ def test_rules() -> None:
     for rules, message in (
         (
             {"0.mu.*": "bfloat16", "0.no.*": "e5m2"},
-            "'0.no.*' matches none of the state's arrays; the nearest paths are '0.nu.",
+            "spec: '0.no.*' matches no array, or only such as an earlier pattern matches; the nearest paths are '0.nu.",
         ),
         ({r"0\.mu": "bfloat16"}, "is a regular expression"),
-        ({}, "has no rule"),
+        ({"*": "bfloat16", "0.mu": None}, "spec: '0.mu' matches no array, or only such as an earlier"),
+        ({}, "spec={} must map patterns of paths to values, as {'0.mu': 'dynamic8'}"),
         ({"0.mu": 3}, "must be a Spec"),
     ):
         with pytest.raises((ValueError, TypeError), match=re.escape(message)):

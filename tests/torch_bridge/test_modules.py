@@ -138,6 +138,38 @@ def test_the_first_pattern_that_matches_counts():
     assert found == {"0": "int4(group=all)", "2.0": str(jc.Spec("e2m1")), "2.1": str(jc.Spec("e3m2"))}
 
 
+ONE_SPEC: list[Any] = ["int4(group=4)", jc.Spec("int4(group=4)"), {"*": "int4(group=4)"},
+                       jc.Rule(weight="int4(group=4)", product="float"), [jc.Rule("*", weight="int4(group=4)")],
+                       {"0": jc.Rule(weight="int4(group=4)"), "*": "int4(group=4)"},
+                       [jc.Rule("0", layer="Linear", weight="int4(group=4)"), jc.Rule(weight="int4(group=4)")],
+                       ]  # fmt: skip
+
+
+@pytest.mark.parametrize("rules", ONE_SPEC, ids=str)
+def test_every_form_of_rules_says_the_same(rules: Any):
+    wanted = jc.torch.quantize(model(), {"*": {"weight": "int4(group=4)"}})(inputs())
+    assert torch.equal(jc.torch.quantize(model(), rules)(inputs()), wanted)
+    assert torch.equal(jc.torch.quantize(model(), rules, "ptq")(inputs()), wanted)
+
+
+def test_a_dtype_is_a_spec_of_weights():
+    for rules in (torch.bfloat16, {"*": torch.bfloat16}):
+        low: Any = jc.torch.quantize(model(), rules)
+        assert torch.equal(low[0].weight, model()[0].weight.bfloat16().float())  # type: ignore[index, operator]
+
+
+def test_a_name_of_torch_s_manner_is_answered():
+    with pytest.raises(AttributeError, match=r"write round_to_format\(tensor, spec, inplace=True\)"):
+        jc.torch.round_to_format_  # noqa: B018
+
+
+def test_a_class_of_layers_selects():
+    """By its own name, also where torch has put a parametrization on it."""
+    plain = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+    low: Any = jc.torch.quantize(nn.Sequential(plain, nn.Conv1d(8, 8, 1)), [jc.Rule(layer="Linear", weight="e2m1")])
+    assert torch.equal(low[0].weight, rounded(plain.weight, "e2m1")) and not hasattr(low[1], "parametrizations")
+
+
 @further.first
 def layers_draw_bits_of_their_own():
     low = jc.torch.quantize(model(), {"*": {"weight": "e5m1:stochastic", "gradient": "e5m1:stochastic"}}, seed=3)
@@ -204,7 +236,7 @@ def test_attention_and_tied_weights():
     by_hand = copy.deepcopy(attention)
     with torch.no_grad():
         for p in (by_hand.in_proj_weight, by_hand.out_proj.weight):
-            jc.torch.round_to_format_(p, "e4m3")
+            jc.torch.round_to_format(p, "e4m3", inplace=True)
     assert torch.equal(low(x, x, x)[0], by_hand(x, x, x)[0])
     with pytest.raises(NotImplementedError, match=r"'out_proj'.*activation"):
         jc.torch.quantize(attention, {"out_proj": {"activation": "e4m3"}})
@@ -218,12 +250,12 @@ def test_attention_and_tied_weights():
 @pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
 def test_errors():
     table: Any = [
-        (nn.Linear(2, 2), {"head": {"weight": "e5m2"}}, ValueError, "^rules: 'head' matches no layer$"),
+        (nn.Linear(2, 2), {"head": {"weight": "e5m2"}}, ValueError, "^Rule\\('head', weight=.*\\) matches no layer$"),
         (
             nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
             {"*": {"weight": "e5m2"}, "1": {}},
             ValueError,
-            "^rules: '1' matches only layers that the earlier rule '\\*' takes; put '1' first$",
+            r"^Rule\('1'\) matches only layers that an earlier rule matches; put it before Rule\('\*', weight=",
         ),
         (
             nn.Linear(2, 2, device="meta"),
@@ -231,17 +263,22 @@ def test_errors():
             ValueError,
             r"weight of the layer '' \(Linear\): x is on device meta; allowed: cpu, cuda",
         ),
-        (nn.Linear(2, 2), {"*": {"weight": "e5m2"}, "0": {}}, ValueError, "'0' matches no layer"),
+        (nn.Linear(2, 2), {"*": {"weight": "e5m2"}, "0": {}}, ValueError, "'0'\\) matches no layer"),
         (
             nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
             {"1.weight": {"weight": "e5m2"}},
             ValueError,
-            "^rules: '1.weight' matches no layer, but its parameter 'weight': name the layer alone, as '1'$",
+            r"^Rule\('1.weight', .* matches no layer, but its parameter 'weight': name the layer alone, as '1'$",
         ),
         (nn.Linear(2, 2, bias=False), {"*": {"bias": "e5m2"}}, ValueError, "bias has no effect"),
-        (nn.Linear(2, 2), {"*": {"weights": "e5m2"}}, TypeError, "some of the keys weight, bias"),
-        (nn.Linear(2, 2), {"*": {"gradient": "e5m2:gradient=clipped"}}, ValueError, "cannot have a gradient itself"),
-        (nn.Linear(2, 2), {}, TypeError, "must be a dict"),
+        (nn.Linear(2, 2), {"*": {"weights": "e5m2"}}, TypeError, "weights"),
+        (nn.Linear(2, 2), {"*": {"gradient": "e5m2:gradient=clipped"}}, ValueError, "has no gradient of its own"),
+        (nn.Linear(2, 2), {}, TypeError, "or a mapping such as"),
+        (nn.Linear(2, 2), [jc.Rule(cache="int8(group=all)")], ValueError, "cache= is of jc.nn alone; rules of torch"),
+        (nn.Linear(2, 2), ["int4"], TypeError, "must be a jchop.Rule, several, or a mapping such as {'\\*': 'int4'}"),
+        (nn.Linear(2, 2), {"*": {"weight": "e5m2", "product": "codes"}}, ValueError, "product= is of jc.nn alone"),
+        (nn.Linear(2, 2), jc.Rule(operation="conv", weight="e5m2"), ValueError, "operation= is of jc.nn alone"),
+        (nn.Linear(2, 2), jc.Rule(layer="Conv2d", weight="e5m2"), ValueError, "layer=Conv2d.* matches no layer"),
         (nn.Linear(2, 2), {3: {}}, TypeError, "must be a pattern"),
         (nn.Linear(2, 2), {"*": {"weight": "e5mm2"}}, ValueError, "e5mm2"),
         (nn.LSTM(2, 2), {"*": {"weight": "e5m2"}}, NotImplementedError, "'' .LSTM. .* LSTMCell"),

@@ -175,13 +175,15 @@ def test_in_place(rng):
     for view in (x, x.t()):
         expected = rounded(view, "e5m2:stochastic", seed=9)
         address = view.data_ptr()
-        assert jc.torch.round_to_format_(view, "e5m2:stochastic", seed=9) is view
+        assert jc.torch.round_to_format(view, "e5m2:stochastic", seed=9, inplace=True) is view
         assert view.data_ptr() == address and torch.equal(view, expected)
     leaf = torch.tensor([0.3, 1.0, 9.0], requires_grad=True)
-    jc.torch.round_to_format_(leaf * 1, "fixed2.3:gradient=clipped").sum().backward()
+    jc.torch.round_to_format(leaf * 1, "fixed2.3:gradient=clipped", inplace=True).sum().backward()
     assert leaf.grad is not None and leaf.grad.tolist() == [1, 1, 0]
     with pytest.raises(RuntimeError, match="leaf Variable"):
-        jc.torch.round_to_format_(leaf, "e5m2")
+        jc.torch.round_to_format(leaf, "e5m2", inplace=True)
+    with torch.no_grad():
+        assert jc.torch.round_to_format(leaf, "e5m2", inplace=True) is leaf and leaf[0] == 0.3125
 
 
 def test_generators_are_drawn_from():
@@ -210,7 +212,7 @@ def test_a_cotangent_draws_for_itself():
         assert x.grad is not None and {*y.tolist()} == {*x.grad.tolist()} == {0, 1}
         return y.tolist(), x.grad.tolist()
 
-    for function in (rounded, jc.torch.round_to_format_):
+    for function in (rounded, partial(rounded, inplace=True)):
         y, slope = run(function, seed=1, gradient_seed=2)
         assert y != slope and run(function, seed=1, gradient_seed=2) == (y, slope)
         other = run(function, seed=3, gradient_seed=2)

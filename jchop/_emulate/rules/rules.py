@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 
-from jchop._common.checks import check_choice, check_int, short_repr
-from jchop._common.paths import check_path_pattern, matches_path
+from jchop._common.checks import check_choice, check_int
+from jchop._common.paths import check_pattern_mapping, matches_path
 from jchop._emulate.rules.functions import FUNCTIONS, NamedFunction
 from jchop._kernels.primitive import OpPrimitive
 from jchop._program.control import CONTROL
@@ -307,19 +307,14 @@ def make_settings(
     check_choice("narrow", narrow, NARROW_TREATMENTS)
     if accumulate is not None and not isinstance(accumulate, MatmulSpec):
         raise TypeError(f"accumulate={accumulate!r} must be a MatmulSpec, or None for the carrier's own sums")
-    if rules is not None and not isinstance(rules, Mapping):
-        why = "; a Rule is for jchop.quantize_fn" if type(rules).__name__ == "Rule" else ""
-        raise TypeError(
-            f"rules={short_repr(rules)} must map names of primitives or scopes to specs, as {{'sin': 'bfloat16'}}{why}"
-        )
     if max_turns is not None:
         max_turns = check_int("max_turns", max_turns, 1, (1 << 32) - 1)
     if stop_at is not None:
         check_choice("stop_at", stop_at, EVENTS)
     pairs = []
-    for pattern, value in (rules or {}).items():
-        check_path_pattern("rules: key", pattern, "'softmax', or the name of a primitive")
-        pairs.append((pattern, _as_emulation_rule(value, f"rules[{pattern!r}]")))
+    if rules is not None and rules != {}:  # no rules are as none
+        for pattern, value in check_pattern_mapping("rules", rules, "{'sin': 'bfloat16'}"):
+            pairs.append((pattern, _as_emulation_rule(value, f"rules[{pattern!r}]")))
     return Settings(_as_plain_spec(spec, "spec"), tuple(pairs), accumulate, unknown, max_turns, stop_at, narrow)
 
 
