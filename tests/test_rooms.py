@@ -60,9 +60,9 @@ SHARED_NAMES = {
     *("Array", "Keys", "Number", "T", "Tensor"),
     *("Adapted", "add_lora", "load_lora", "merge_lora", "save_lora", "split_lora"),
     *("ChopSTE", "ChopfSTE", "ChopiSTE", "LightChop", "OptimLP", "Quantizer"),
-    *("blame", "report", "sensitivity", "tune", "ParameterRow"),
+    *("report", "ParameterRow"),
     *("clip", "dot", "einsum", "matmul", "round_to_format"),
-    *("correct_biases", "dequantize", "quantize", "load_checkpoint", "save_checkpoint", "save"),
+    *("correct_biases", "dequantize", "quantize", "load_checkpoint", "save_checkpoint"),
 }
 
 # What the hard dependencies are, and where each of the others may be imported.

@@ -20,7 +20,7 @@ from jchop.nn._nnx.lora import Adapted, add_lora, load_lora, merge_lora, save_lo
 from jchop.nn._nnx.nodes import QuantizedParam
 from jchop.nn._nnx.rounding_modules import ActivationRange, AmaxHistory, LearnedScale
 from jchop.nn._recipes import keep_wide, recipe
-from jchop.nn._report import LayerRow, ModelReport, report
+from jchop.nn._report import ModelReport, report
 from jchop.nn._shared.lora_rule import LoraRule
 from jchop.nn._trees.lora import lora_mask
 
@@ -46,7 +46,7 @@ SimpleCell: Any = QUANTIZED_CLASSES[nnx.SimpleCell]
 
 if TYPE_CHECKING:
     from jchop._checkpoints.models import load_checkpoint, save_checkpoint
-    from jchop._insight.layers import LayerTuning, Sensitivity, SensitivityRow, TunedLayer, sensitivity, tune
+    from jchop._insight.layers import BitAllocation, Sensitivity, allocate_bits, sensitivity
     from jchop.ptq._models import quantize_with_data
 
 __getattr__, __dir__ = on_demand(
@@ -54,13 +54,14 @@ __getattr__, __dir__ = on_demand(
     (),
     {
         "jchop._checkpoints.models": ("load_checkpoint", "save_checkpoint"),
-        "jchop._insight.layers": ("LayerTuning", "Sensitivity", "SensitivityRow", "TunedLayer", "sensitivity", "tune"),
+        "jchop._insight.layers": ("BitAllocation", "Sensitivity", "allocate_bits", "sensitivity"),
         "jchop.ptq._models": ("quantize_with_data",),
     },
     {
         name: f"jchop.{name}"
         for name in ("Rule", "LSQ", "DelayedScaling", "MovingAverage", "KVCache", "dot_product_attention")
-    },
+    }
+    | {"tune": "jchop.nn.allocate_bits(model, menu, batches, loss=loss, bits=4.5)"},
 )
 
 __all__ = [
@@ -69,6 +70,7 @@ __all__ = [
     "AdaptedParam",
     "AmaxHistory",
     "BatchNorm",
+    "BitAllocation",
     "Conv",
     "ConvTranspose",
     "Einsum",
@@ -79,8 +81,6 @@ __all__ = [
     "InstanceNorm",
     "LSTMCell",
     "LayerNorm",
-    "LayerRow",
-    "LayerTuning",
     "LearnedScale",
     "Linear",
     "LinearGeneral",
@@ -93,10 +93,9 @@ __all__ = [
     "QuantizedParam",
     "RMSNorm",
     "Sensitivity",
-    "SensitivityRow",
     "SimpleCell",
-    "TunedLayer",
     "add_lora",
+    "allocate_bits",
     "calibrate",
     "correct_biases",
     "fold_batch_norms",
@@ -118,5 +117,4 @@ __all__ = [
     "sensitivity",
     "shard",
     "split_lora",
-    "tune",
 ]
