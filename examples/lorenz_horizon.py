@@ -141,9 +141,9 @@ def main() -> None:
 
     tuned = jc.tune(
         integrate(steps),
+        MENU,
         [(jnp.asarray(states[:, ::2]),)],
         0.1,
-        MENU,
         metric=last_error,
         held_out=[(jnp.asarray(states[:, 1::2]),)],
         progress=progress,

@@ -2,13 +2,13 @@
 
     python examples/tuned_classifier.py [--small] [--plot tuned_classifier.png]
 
-A network is trained on scikit-learn's digits. `jc.nn.tune` gives each layer a format, so that the sum of scores is the
-least under a budget of mean bits; the score is that of Fisher, the square of the gradient times the square of the error
-of the layer's results. The usual choice is 8 bits for the first and the last layer, and 4 bits between. Here the first
-layer has the most weights, and the layers between need more than 4 bits: a mix of 4.5 bits is nearer to the network
-than the usual choice of 5.7 bits, and than 4 bits alone. The measure is the divergence of the rounded network from the
-network, on images that neither training nor tuning has seen. Needs `pip install ".[flax,optax,study]"`. With `--small`
-it takes some 30 seconds of CPU time.
+A network is trained on scikit-learn's digits. `jc.nn.allocate_bits` gives each layer a format, so that the sum of
+scores is the least under a budget of mean bits; the score is that of Fisher, the square of the gradient times the
+square of the error of the layer's results. The usual choice is 8 bits for the first and the last layer, and 4 bits
+between. Here the first layer has the most weights, and the layers between need more than 4 bits: a mix of 4.5 bits is
+nearer to the network than the usual choice of 5.7 bits, and than 4 bits alone. The measure is the divergence of the
+rounded network from the network, on images that neither training nor tuning has seen. Needs `pip install
+".[flax,optax,study]"`. With `--small` it takes some 30 seconds of CPU time.
 """
 
 from __future__ import annotations
@@ -65,18 +65,18 @@ def divergence(model: Any, x: jax.Array, p: jax.Array) -> jax.Array:
     return jnp.mean(jnp.sum(p * (jnp.log(p + 1e-30) - jax.nn.log_softmax(model(x))), -1))
 
 
-def ends_of(tuned: jc.nn.LayerTuning) -> list[jc.Rule]:
+def ends_of(tuned: jc.nn.BitAllocation) -> list[jc.Rule]:
     """The usual choice: int8 for the first and the last layer, int4 between."""
     last = len(tuned.rows) - 1
     return [jc.Rule(f"/{row.path}/", weight="int8" if i in (0, last) else "int4") for i, row in enumerate(tuned.rows)]
 
 
-def bits_of(tuned: jc.nn.LayerTuning, formats: list[int]) -> float:
+def bits_of(tuned: jc.nn.BitAllocation, formats: list[int]) -> float:
     counts = np.array([row.weights for row in tuned.rows])
     return float(np.sum(counts * formats) / np.sum(counts))
 
 
-def draw(points: dict[str, list[tuple[float, float]]], tuned: jc.nn.LayerTuning, path: Path) -> None:
+def draw(points: dict[str, list[tuple[float, float]]], tuned: jc.nn.BitAllocation, path: Path) -> None:
     """Divergence against bits, and the formats of the layers at the largest budget, in a PNG."""
     from matplotlib.figure import Figure
 
@@ -112,11 +112,11 @@ def main() -> None:
     def apart(rules: Any) -> float:
         return float(divergence(jc.nn.quantize(model, rules), x[TRAINING:], p[TRAINING:]))
 
-    points: dict[str, list[tuple[float, float]]] = {"one format": [], "jc.nn.tune": [], ENDS: []}
+    points: dict[str, list[tuple[float, float]]] = {"one format": [], "jc.nn.allocate_bits": [], ENDS: []}
     for bits in (4.5, 5.75) if options.small else (3.5, 4.5, 5.0, 5.75, 6.5):
         print(f"tuning {len(SIZES) - 1} layers for {bits} bits", file=sys.stderr, flush=True)
-        tuned = jc.nn.tune(model, [(x[:TUNING], drawn[:TUNING])], MENU, loss=divergence, bits=bits)
-        points["jc.nn.tune"].append((tuned.bits, apart(tuned.rules)))
+        tuned = jc.nn.allocate_bits(model, MENU, [(x[:TUNING], drawn[:TUNING])], loss=divergence, bits=bits)
+        points["jc.nn.allocate_bits"].append((tuned.bits, apart(tuned.rules)))
     points["one format"] = [(float(text[3:]), apart(jc.Rule(weight=text))) for text in MENU]
     points[ENDS] = [(bits_of(tuned, [8, *[4] * (len(SIZES) - 3), 8]), apart(ends_of(tuned)))]
     print(tuned)

@@ -138,9 +138,9 @@ def main() -> None:
 
     tuned = jc.tune(
         solve,
+        MENU,
         inputs,
         TOLERANCE,
-        MENU,
         cost=bits_of_work(n),  # type: ignore[arg-type]
         metric=last_error,
         held_out=held_out,

@@ -100,7 +100,7 @@ def a_mix_of_layers_beats_eight_bits_at_both_ends(monkeypatch, capsys, tmp_path)
     for package in ("optax", "sklearn"):
         pytest.importorskip(package)
     rows = printed("tuned_classifier", monkeypatch, capsys, tmp_path)
-    mixes = {float(row[1]): float(row[2]) for row in rows if row[:1] == ["jc.nn.tune"]}
+    mixes = {float(row[1]): float(row[2]) for row in rows if row[:1] == ["jc.nn.allocate_bits"]}
     ends = next(row for row in rows if row[:1] == ["int8,"])
     single = next(float(row[3]) for row in rows if row[:3] == ["one", "format", "4.00"])
     assert mixes[min(mixes)] < min(single, float(ends[-1])) and min(mixes) <= 4.5 < float(ends[-2])

@@ -90,6 +90,8 @@ WORKS: dict[str, tuple[Callable[[], Any], Any]] = {
     "nvfp4 by hand": (lambda: decoded("nvfp4"), 0.0),
     "a state and a dict": (lambda: jc.optim.quantize_state(optax.adam(0.1), {"*": jnp.int8}).init(X).skipped.shape, ()),
     "rounded gradients": (lambda: str(jc.optim.round_updates("bf16", scale=0.5).init(X).key), "None"),
+    "a list of integers": (lambda: jc.round_to_format([1, 2], "bf16").tolist(), [1.0, 2.0]),
+    "inputs of one argument": (lambda: jc.tune(jnp.sin, ["bf16", "tf32"], [1.0, 2.0], 0.1).rows[0].spec, "bfloat16"),
     "options by position": (lambda: str(jc.Spec("e4m3fn", "stochastic")), "float8_e4m3fn:stochastic"),
 }
 
@@ -173,6 +175,28 @@ ANSWERED: dict[str, tuple[Callable[[], Any], str]] = {
         "must map patterns of paths",
     ),
     "rules of emulate in a list": (lambda: untyped.emulate(jnp.sin, "bf16", rules=[jc.Rule()]), "a Rule is for jc.nn"),
+    "tune without inputs": (
+        lambda: untyped.tune(jnp.sin),
+        r"write jchop.tune\(fun, \['bfloat16', 'tf32'\], \[\(x,\)\]",
+    ),
+    "tune of layers": (lambda: untyped.nn.tune, r"write jchop.nn.allocate_bits\(model, menu, batches"),
+    "layers without data": (
+        lambda: untyped.nn.sensitivity(model(), ["int8"]),
+        r"write jchop.nn.sensitivity\(model, \[",
+    ),
+    "digits without a key": (lambda: untyped.significant_digits(jnp.sin, 1.0), r"fun, x, key=jax.random.key\(0\)"),
+    "blame without arguments": (
+        lambda: jc.emulate(jnp.sin, "bf16").blame(),
+        r"write low.report\(x\), as low.blame\(x\)",
+    ),
+    "blame drawn by a function": (lambda: untyped.plot.blame, r"write found.plot\(\)"),
+    "a study saved by a function": (lambda: untyped.study.save, r"write result.save\(folder\)"),
+    "solve": (lambda: untyped.math.linalg.solve, r"write lu_solve\(lu\(a, spec\), b, spec\)"),
+    "bicgstab": (lambda: untyped.math.linalg.bicgstab, r"write gmres\(a, b, spec\)"),
+    "formats by position": (lambda: untyped.math.linalg.refine(W, W, "bf16", "tf32", "tf32"), "factor='binary16', wor"),
+    "codes in an arithmetic": (lambda: jc.math.dot(jc.quantize(X, "int8"), W, "bf16"), "jchop.dot and jchop.einsum"),
+    "an arithmetic for codes": (lambda: untyped.dot(X, W, "bf16"), r"jchop.math.dot\(x, w, 'bfloat16'\)"),
+    "a raw key": (lambda: jc.round_to_format(X, "bf16:sr", jax.random.PRNGKey(0)), r"as jax.random.key\(0\) gives"),
     "integers": (lambda: jc.round_to_format(jnp.arange(3), "bf16"), r"x.astype\('float32'\)"),
 }
 

@@ -59,9 +59,9 @@ MOST_MODULES = 120  # loaded by `import jchop`
 SHARED_NAMES = {
     *("Array", "Keys", "Number", "T", "Tensor"),
     *("ChopSTE", "ChopfSTE", "ChopiSTE", "LightChop", "OptimLP", "Quantizer"),
-    *("blame", "report", "sensitivity", "tune", "ParameterRow"),
+    *("report", "ParameterRow"),
     *("clip", "dot", "einsum", "matmul", "round_to_format"),
-    *("dequantize", "quantize", "save"),
+    *("dequantize", "quantize"),
 }
 
 # What the hard dependencies are, and where each of the others may be imported.

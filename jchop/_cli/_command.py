@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import numpy as np
 from jchop._common.checks import check, split_outside_brackets
 from jchop._common.files import require_extra, write_atomically
 from jchop._common.html import image, page
-from jchop._common.text import table_lines
+from jchop._common.text import REPORT_WIDTH, table_lines
 from jchop.formats import ElementFormat, FloatFormat
 from jchop.formats._base import Dyadic
 from jchop.study._run import ProgressBar
@@ -55,12 +56,19 @@ def bold(text: str, stream: Any) -> str:
     return f"\x1b[1m{text}\x1b[0m" if stream is not None and stream.isatty() else text
 
 
-def text_table(rows: Sequence[Sequence[str]], align: str, rule: bool = True) -> str:
+def output_width() -> int:
+    """The characters of a line: those of the terminal, or of the variable COLUMNS; 100 in a pipe or a file."""
+    return shutil.get_terminal_size((REPORT_WIDTH, 24)).columns
+
+
+def text_table(rows: Sequence[Sequence[str]], align: str, rule: bool = True, optional: Sequence[str] = ()) -> str:
     """A table with columns aligned by `align`, one of < and > for each, and a line under the first row.
 
-    Cells may hold names from files, so they are made printable.
+    It fits `output_width`: columns of `optional` are left out, and texts are cut in the middle. Cells may hold names
+    from files, so they are made printable.
     """
-    lines = table_lines([[printable(cell) for cell in row] for row in rows], align)
+    cells = [[printable(cell) for cell in row] for row in rows]
+    lines = table_lines(cells, align, output_width(), optional, "COLUMNS=200 or --json")
     return "\n".join([bold(lines[0], sys.stdout), "-" * max(map(len, lines)), *lines[1:]] if rule else lines)
 
 
@@ -273,7 +281,7 @@ def print_report(report: Any, as_json: bool) -> None:
     if as_json:
         print_json(report.as_dict())
     else:
-        print("\n".join(map(printable, str(report).splitlines())))
+        print("\n".join(map(printable, report.table(output_width()).splitlines())))
 
 
 def print_written(path: Path) -> None:

@@ -23,11 +23,10 @@ from jchop._cli import _command as cli
 from jchop._cli._file_commands import parse_rule
 from jchop._common.checks import check, close_names_hint, place_in_errors, short_repr, split_outside_brackets
 from jchop._common.files import open_regular_file, require_extra
-from jchop._common.on_demand import load_name
 from jchop._program.step import is_library_file
 from jchop._spec.spec import as_spec
 from jchop.storage import load, save
-from jchop.study._function_study import FUNCTION_FORMATS, FUNCTION_MODES, run_function, save_function
+from jchop.study._function_study import FUNCTION_FORMATS, FUNCTION_MODES, run_function
 from jchop.study._run import DATASETS, FORMATS, MODES, ProgressBar
 
 
@@ -205,13 +204,13 @@ def _run_blame(options: argparse.Namespace) -> None:
         report = blame(emulate(function, spec), *args, output=output, key=key, max_turns=options.max_turns)
     if (options.plot or options.html) and not report.rows:
         raise ValueError(f"FUNCTION {options.function} makes no error in {options.to}, so there is nothing to draw")
-    _show_report(options, report, "blame", f"{options.function} in {options.to}")
+    _show_report(options, report, f"{options.function} in {options.to}")
 
 
-def _show_report(options: argparse.Namespace, report: Any, name: str, title: str) -> None:
-    """Prints a report, and writes its picture, which a function of that name in `jchop.plot` draws, and its page."""
+def _show_report(options: argparse.Namespace, report: Any, title: str) -> None:
+    """Prints a report, and writes its picture and its page."""
     cli.print_report(report, options.json)
-    cli.write_pictures(options, lambda: load_name("jchop.plot", name)(report, title=title), title, report, dpi=100)
+    cli.write_pictures(options, lambda: report.plot(title=title), title, report, dpi=100)
 
 
 BLAME = cli.Command(
@@ -253,10 +252,10 @@ def _run_tune(options: argparse.Namespace) -> None:
         extra_inputs = [load_arguments("--held-out", path, function) for path in options.held_out]
         limits = {name: getattr(options, name) for name in ("cost", "by", "evaluations", "seconds", "max_turns")}
         tuning = tune(
-            function, inputs, options.tolerance, [None if item == "carrier" else item for item in menu],
+            function, [None if item == "carrier" else item for item in menu], inputs, options.tolerance,
             metric=metric, held_out=extra_inputs, progress=cli.terminal_progress_bar(), **limits,
         )  # fmt: skip
-    _show_report(options, tuning, "tune", f"{options.function} within {options.tolerance:g}")
+    _show_report(options, tuning, f"{options.function} within {options.tolerance:g}")
 
 
 TUNE = cli.Command(
@@ -311,38 +310,27 @@ def _run_study(options: argparse.Namespace) -> None:
         "seed": options.seed,
         "progress": ProgressBar(sys.stderr) if sys.stderr is not None else None,
     }
-    (_run_function_study if of_function else _run_network_study)(options, grid)
+    result = (_run_function_study if of_function else _run_network_study)(options, grid)
+    paths = result.save(options.out)
+    cli.print_report(result, options.json)
+    if not options.json:
+        print(f"\nFiles: {cli.printable(', '.join(map(str, paths)))} ({result.seconds:.0f} s)")
 
 
-def _run_network_study(options: argparse.Namespace, grid: dict[str, Any]) -> None:
+def _run_network_study(options: argparse.Namespace, grid: dict[str, Any]) -> Any:
     require_extra("jchop study", "study", ("flax", "optax", "sklearn", "matplotlib"))
     from jchop import study
 
-    dataset = options.dataset or "digits"
-    result = study.run(dataset, epochs=options.epochs, activations=options.activations, **grid)
-    paths = study.save(result, options.out)
-    if options.json:
-        print(paths[1].read_text(encoding="utf-8"), end="")
-        return
-    print(study.table(result))
-    _print_files(paths, result.seconds)
+    return study.run(options.dataset or "digits", epochs=options.epochs, activations=options.activations, **grid)
 
 
-def _run_function_study(options: argparse.Namespace, grid: dict[str, Any]) -> None:
+def _run_function_study(options: argparse.Namespace, grid: dict[str, Any]) -> Any:
     require_extra("jchop study", "plot", ("matplotlib",))
     check(options.data is not None, "--data FILE.npz is needed: the arguments of the function")
     with imports_from_here():
         function = load_function("FUNCTION", options.function)
         inputs = load_arguments("--data", options.data, function)
-        result = run_function(function, *inputs, budget_seconds=options.budget_seconds, **grid)
-    paths = save_function(result, options.out)
-    cli.print_report(result, options.json)
-    if not options.json:
-        _print_files(paths, result.seconds)
-
-
-def _print_files(paths: Sequence[Path], seconds: float) -> None:
-    print(f"\nFiles: {cli.printable(', '.join(map(str, paths)))} ({seconds:.0f} s)")
+        return run_function(function, *inputs, budget_seconds=options.budget_seconds, **grid)
 
 
 def _lists_text(of_network: Sequence[str], of_function: Sequence[str]) -> str:
@@ -369,9 +357,9 @@ STUDY = cli.Command(
         cli.argument("--json"),
     ),
     "With MODULE:FUNCTION: runs your function on the arrays of --data with every operation rounded,\n"
-    "prints its errors, and writes study.csv, study.json, study.png and study.html, a page for a mail.\n"
-    "Without: trains a small classifier, evaluates it with its parameters rounded to each format in each\n"
-    "mode, prints the table and writes study.csv, study.json and study.png.",
+    "and prints its errors. Without: trains a small classifier, evaluates it with its parameters rounded to\n"
+    "each format in each mode, and prints the table.\n"
+    "Writes study.csv, study.json, study.png and study.html, a page for a mail.",
     "examples:\n  jchop study model:apply --data inputs.npz --formats e4m3fn,e5m2,bfloat16 --out my-study\n"
     "  jchop study --formats q43,e6m9,fixed4.4 --modes nearest_even,stochastic --out my-study",
 )  # fmt: skip

@@ -10,6 +10,7 @@ import math
 import platform
 from collections.abc import Callable
 from fractions import Fraction
+from textwrap import fill
 from typing import Any
 
 import jax
@@ -22,6 +23,12 @@ from jchop._common.on_demand import load_name
 from jchop._common.settings import has_fast_math
 from jchop._kernels.primitive import devices_at_hand
 from jchop._quantized.program.report import OPERANDS_BY_PLATFORM
+
+_PATTERNS = (
+    "Patterns: e5m10 e5m3fn e5m3fnuz ue5m3 fixed4.4 ufixed4.4 integer8 uinteger4 binary8p3se posit16 takum_linear16 "
+    "codebook(-1,0,0.5)"
+)
+_SCALED_PATTERNS = "bfp8(group=16) int8 int4(group=128) e4m3fn(channel=0)"
 
 
 def _run_formats(options: argparse.Namespace) -> None:
@@ -41,12 +48,10 @@ def _run_formats(options: argparse.Namespace) -> None:
         cli.print_json([dict(zip(head, map(cli.json_value, row), strict=True)) for row in rows])
         return
     cells = [[_cell_text(value, cli.short_decimal) for value in row] for row in rows]
-    print(cli.text_table([head, *cells], "<" + ">" * 12 + "<"))
-    print(
-        "\nPatterns: e5m10 e5m3fn e5m3fnuz ue5m3 fixed4.4 ufixed4.4 integer8 uinteger4 binary8p3se posit16 "
-        "takum_linear16 codebook(-1,0,0.5)"
-    )
-    print(f"Scaled: {' '.join(formats.SCALED_CATALOGUE)} bfp8(group=16) int8 int4(group=128) e4m3fn(channel=0)")
+    print(cli.text_table([head, *cells], "<" + ">" * 12 + "<", optional=("bias", "p", "roundoff", "min subn.")))
+    print()
+    for line in (_PATTERNS, f"Scaled: {' '.join(formats.SCALED_CATALOGUE)} {_SCALED_PATTERNS}"):
+        print(fill(line, cli.output_width(), subsequent_indent="  "))
 
 
 def _run_info(options: argparse.Namespace) -> None:

@@ -235,6 +235,28 @@ def keyword_hints(hints: Mapping[str, str]) -> Callable[[T], T]:
     return decorate
 
 
+def call_hint(example: str) -> Callable[[T], T]:
+    """A decorator: of a call without an argument that is needed, or with one too many, the error names one that works.
+
+    Args:
+        example: the call that works.
+    """
+
+    def decorate(function: Any) -> Any:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except TypeError as error:
+                if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # of this line, not inside
+                    raise TypeError(f"{error}; write {example}") from None
+                raise
+
+        return call
+
+    return decorate
+
+
 def close_names_hint(text: str, names: Iterable[str]) -> str:
     """The part of an error that suggests up to three of `names` for a misspelt `text`; empty if none is close."""
     text, names = text.strip()[:64], list(dict.fromkeys(names))

@@ -8,56 +8,122 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jchop._common import html
+from jchop._common.on_demand import load_name
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 #: A line of text, or the rows of a table with its head first.
 TableOrLine = str | Sequence[Sequence[str]]
 
 
-def table_lines(rows: Sequence[Sequence[str]], align: str = "") -> list[str]:
+#: The columns of characters that a report takes.
+REPORT_WIDTH = 100
+#: A text is not cut below this length while there are columns to leave out.
+_SHORTEST_TEXT = 20
+#: Nor ever below this one.
+_SHORTEST_CUT = 5
+
+
+def table_lines(
+    rows: Sequence[Sequence[str]],
+    align: str = "",
+    width: int | None = None,
+    optional: Sequence[str] = (),
+    whole: str = ".table(width=None)",
+) -> list[str]:
     """The lines of a table: columns as wide as their longest cell, two spaces between them, no space at the end.
 
     Args:
         rows: the cells; all rows are of one length.
         align: one of < (left) and > (right) for each column. Default: all left.
+        width: the most characters of a line. A wider table first loses columns, named in a last line; then the longest
+            of its texts on the left are cut in the middle. Default None: any number.
+        optional: the names of the columns that may be left out: those without any value, then the first one first.
+        whole: what has all columns, for the last line.
 
     Example:
         >>> table_lines([("name", "bits"), ("e5m2", "8")])
         ['name  bits', 'e5m2  8']
+        >>> table_lines([("name", "bits"), ("a/long/path/of/a/layer", "8")], width=16)
+        ['name        bits', 'a/lon…ayer  8']
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = align or "<" * len(widths)
-    return [
-        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip()
+    columns = list(zip(align or "<" * len(rows[0]), *rows, strict=True))
+    empty = [name for _, name, *cells in columns if set(cells) <= {"", "-"}]
+    left_out = []
+    for name in sorted(optional, key=lambda name: name not in empty):
+        if width is None or sum(map(_least_width, columns)) + 2 * len(columns) - 2 <= width:
+            break
+        left_out += [name for column in columns if column[1] == name]
+        columns = [column for column in columns if column[1] != name]
+    widths = [max(map(len, cells)) for _, *cells in columns]
+    while width is not None and sum(widths) + 2 * len(widths) - 2 > width:
+        longest = max(range(len(widths)), key=lambda i: widths[i] * (columns[i][0] == "<"))
+        if columns[longest][0] == ">" or widths[longest] <= _SHORTEST_CUT:
+            break
+        widths[longest] -= 1
+    sides, *rows = zip(*columns, strict=True)
+    lines = [
+        "  ".join(f"{cut_middle(c, size):{side}{size}}" for c, side, size in zip(row, sides, widths, strict=True))
         for row in rows
     ]
+    more = f"more columns: {', '.join(left_out)}; {whole} has all" if left_out else ""
+    return [line.rstrip() for line in (*lines, *wrap(more, width or 1, subsequent_indent="  "))]
+
+
+def _least_width(column: Sequence[str]) -> int:
+    side, *cells = column
+    longest = max(map(len, cells))
+    return longest if side == ">" else min(longest, _SHORTEST_TEXT)
+
+
+def cut_middle(text: str, length: int) -> str:
+    """A text of at most `length` characters, with a mark for those left out in its middle.
+
+    Example:
+        >>> cut_middle("blocks/12/attention/query", 13), cut_middle("query", 13)
+        ('blocks…/query', 'query')
+    """
+    tail = (length - 1) // 2
+    return text if len(text) <= length else f"{text[: length - 1 - tail]}…{text[len(text) - tail :]}"
 
 
 class Tables:
     """A report that is shown as tables and lines of text: ``str`` on a terminal, HTML in a notebook."""
 
     __slots__ = ()
-    #: One of < and > for each column of the first table; empty: all left.
+    #: One of < and > for each column of a table; empty: all left.
     _align = ""
+    #: The columns that a table of limited width may leave out, the first one first.
+    _optional: tuple[str, ...] = ()
 
     def _parts(self) -> Iterable[TableOrLine]:
         """The tables, each with its head as the first row, and lines of text between them."""
         raise NotImplementedError
 
-    def __str__(self) -> str:
+    def table(self, width: int | None = REPORT_WIDTH) -> str:
+        """The report as text.
+
+        Args:
+            width: the most characters of a line, default 100: long texts are cut in the middle, and columns left out
+                are named in a last line. None: every column, and texts as they are.
+        """
         lines: list[str] = []
-        align = self._align
         for part in self._parts():
             if isinstance(part, str):
-                lines.append(part)
+                lines += [part] if width is None or len(part) <= width else wrap(part, width, subsequent_indent="  ")
             else:
-                lines += table_lines(part, align)
-                align = ""
+                lines += table_lines(part, self._align, width, self._optional)
         return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.table()
 
     def _repr_html_(self) -> str:
         parts = (html.paragraph(part) if isinstance(part, str) else html.table_element(part) for part in self._parts())
@@ -100,6 +166,27 @@ class RowReport(Tables):
         for row in zip(*columns.values(), strict=True):
             writer.writerow(" ".join(map(str, cell)) if isinstance(cell, tuple) else cell for cell in row)
         return text.getvalue()
+
+
+class PictureReport(RowReport):
+    """A report with a picture."""
+
+    __slots__ = ()
+    #: The name of the function in `jchop.plot._reports` that draws it, and its title.
+    _picture, _title = "", ""
+
+    def plot(self, *, title: str | None = None) -> Figure:
+        """A figure of the report; needs matplotlib.
+
+        Args:
+            title: the title above. Default None: one that fits.
+
+        Raises:
+            ModuleNotFoundError: if matplotlib is missing.
+            ValueError: without anything to draw.
+        """
+        draw = load_name("jchop.plot._reports", self._picture)
+        return draw(self, self._title if title is None else title)
 
 
 def plain_data(value: Any, infinities_as_text: bool = False) -> Any:

@@ -12,7 +12,7 @@ import jax.core
 import numpy as np
 
 from jchop._common.bit_ops import CARRIERS
-from jchop._common.checks import as_iterable, check, check_choice
+from jchop._common.checks import as_iterable, call_hint, check, check_choice
 from jchop._common.text import RowReport, TableOrLine, decibels_of_arrays
 from jchop._core.rounding.grid import carrier_holds
 from jchop._round.arguments import as_array
@@ -124,7 +124,7 @@ class Comparison(RowReport):
         ylabel = "signal-to-noise ratio (dB): more is better"
         return pareto(names, bits, ratios, ylabel=ylabel, title=title, higher_is_better=True)
 
-    _align, _infinities_as_text = "<" + ">" * 8, True
+    _align, _infinities_as_text, _optional = "<" + ">" * 8, True, ("largest", "worst abs.")
 
     def _parts(self) -> list[TableOrLine]:
         head = ("format", "bits", "SNR dB", "worst abs.", "worst rel.", "overflow", "clipped", "to zero", "largest")
@@ -142,6 +142,7 @@ def _comparison_share_text(value: float) -> str:
     return f"{100 * value:.1f} %" if value >= 5e-4 else f"{value:.0e}"
 
 
+@call_hint("jchop.compare(x, ['float8_e4m3fn', 'int8'])")
 def compare(
     x: Any,
     formats: Iterable[SpecLike] | Spec | ElementFormat | ScaledFormat | None = None,

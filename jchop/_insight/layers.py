@@ -1,31 +1,29 @@
-"""`nn.tune` and `nn.sensitivity`: formats for the layers of a model, and the error of one layer at a time."""
+"""`nn.allocate_bits` and `nn.sensitivity`: formats for the layers of a model, and the error of one layer at a time."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jchop._common.checks import as_iterable, check, check_choice, check_float, check_instance, first_names
+from jchop._common.checks import as_iterable, call_hint, check, check_choice, check_float, check_instance, first_names
 from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint
-from jchop._common.text import RowReport, TableOrLine, decibels, format_decibels
+from jchop._common.text import PictureReport, RowReport, TableOrLine, decibels, format_decibels
 from jchop._insight.tune._search import front_of_sums
 from jchop._quantized.products.rule import Rule
+from jchop._quantized.program.call import batch_arguments
 from jchop._spec.spec import Spec, SpecLike, as_spec
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.nn._nnx.layer_kinds import NnxKind, packed_param_shape
 from jchop.nn._nnx.layers import nnx_layers
 from jchop.nn._quantize import quantize
 from jchop.nn._report import LayerCall, bytes_of_tree, record_layer_calls, weight_names, weight_ratio
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Array = jax.Array
 
@@ -52,7 +50,7 @@ class SensitivityRow:
 
 
 @dataclass(frozen=True)
-class Sensitivity(RowReport):
+class Sensitivity(PictureReport):
     """The layers of a model by formats. Its text is a table of decibels: the lowest layer of a column matters most.
 
     Args:
@@ -65,11 +63,7 @@ class Sensitivity(RowReport):
 
     _infinities_as_text = True
 
-    def plot(self, *, title: str = "Layers rounded one at a time") -> Figure:
-        """`jchop.plot.sensitivity` of it; needs matplotlib."""
-        from jchop.plot import sensitivity as draw
-
-        return draw(self, title=title)
+    _picture, _title = "draw_sensitivity", "Layers rounded one at a time"
 
     @property
     def _align(self) -> str:
@@ -84,13 +78,14 @@ class Sensitivity(RowReport):
         return [[head, *body], "decibels of the output, one layer rounded; the last line has one rule for all layers"]
 
 
+@call_hint("jchop.nn.sensitivity(model, ['int8', 'int4'], [x])")
 def sensitivity(
     model: nnx.Module,
-    batches: Iterable[Any],
     formats: Sequence[SpecLike] | Spec | ElementFormat | ScaledFormat,
+    batches: Iterable[Any],
     *,
     tensors: Sequence[str] = ("weight",),
-    run: Callable[[Any, Any], Any] | None = None,
+    call: Callable[..., Any] | None = None,
     rngs: nnx.Rngs | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Sensitivity:
@@ -102,12 +97,12 @@ def sensitivity(
 
     Args:
         model: a module of Flax NNX that is not quantized; it is not changed.
-        batches: inputs of the model, as of `calibrate`.
         formats: what the layer is rounded to, one or several; scaled formats have their scales along the inputs of a
             layer.
+        batches: the arguments of the model: tuples, or the only argument.
         tensors: the tensors of the layer that are rounded: ``"weight"``, ``"activation"``, or both. Default
             ``("weight",)``.
-        run: function that calls the model on a batch and returns arrays. Default ``model(batch)``.
+        call: a function of the model and a batch's arguments to arrays. Default ``model(*batch)``.
         rngs: with a stream ``"rounding"``, for stochastic formats. Default None.
         progress: function of the number of completed layers and formats, and of all.
 
@@ -123,19 +118,19 @@ def sensitivity(
         >>> import jax, jchop as jc
         >>> from flax import nnx
         >>> model = nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(8, 4, rngs=nnx.Rngs(1)))
-        >>> found = jc.nn.sensitivity(model, [jax.random.normal(jax.random.key(2), (16, 8))], ["int8", "int4"])
+        >>> found = jc.nn.sensitivity(model, ["int8", "int4"], [jax.random.normal(jax.random.key(2), (16, 8))])
         >>> [(row.path, row.format) for row in found.rows if row.snr < 30]
         [('layers/0', 'int4'), ('layers/2', 'int4'), ('all', 'int4')]
     """
     check_instance("model", model, nnx.Module, "a module of Flax NNX")
     tensor_names = tuple(check_choice("tensors", name, _SENSITIVITY_TENSORS) for name in tensors)
     specs = [as_spec(fmt, scaled=True) for fmt in as_iterable(formats)]
-    data = list(batches)
+    data = [batch_arguments(batch) for batch in batches]
     layers = _layer_classes(model, tensor_names)
     for name, value in (("tensors", tensor_names), ("formats", specs), ("batches", data), ("model", layers)):
         check(value, f"{name}: there must be at least one" + (" layer to round" if value is layers else ""))
-    call = nnx.jit(run if run is not None else lambda model, batch: model(batch))
-    exact = [_flat_outputs(call(model, batch)) for batch in data]
+    run = nnx.jit(call if call is not None else lambda model, *args: model(*args))
+    exact = [_flat_outputs(run(model, *batch)) for batch in data]
     check(all(np.isfinite(y).all() for y in exact), "batches: an output of the model is not finite")
     rows, total = [], (len(layers) + 1) * len(specs)
     for path, name in [*layers.items(), (_ALL_LAYERS, "")]:
@@ -143,7 +138,7 @@ def sensitivity(
         for spec in specs:
             fields: dict[str, Any] = dict.fromkeys(tensor_names, spec)
             rounded_model = quantize(model, Rule(pattern, **fields), rngs=rngs)
-            outputs = [_flat_outputs(call(rounded_model, batch)) for batch in data]
+            outputs = [_flat_outputs(run(rounded_model, *batch)) for batch in data]
             rows.append(SensitivityRow(path, name, str(spec), _output_snr(exact, outputs)))
             if progress is not None:
                 progress(len(rows), total)
@@ -172,7 +167,7 @@ def _output_snr(exact: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> f
 
 
 LossFunction = Callable[..., Any]
-TUNE_SCORES = ("fisher", "loss")
+ALLOCATION_SCORES = ("fisher", "loss")
 
 
 @dataclass(frozen=True)
@@ -209,8 +204,8 @@ class TunedLayer:
 
 
 @dataclass(frozen=True)
-class LayerTuning(RowReport):
-    """The result of `tune`; its ``str`` is a table.
+class BitAllocation(RowReport):
+    """The result of `allocate_bits`; its ``str`` is a table.
 
     Args:
         rules: for `jchop.nn.quantize`: a rule for each layer with a format.
@@ -234,7 +229,7 @@ class LayerTuning(RowReport):
     front: tuple[tuple[float, float], ...]
     notes: tuple[str, ...] = ()
 
-    _align = "<<>>>>>>"
+    _align, _optional = "<<>>>>>>", ("weights dB", "inputs dB", "weights")
 
     def _parts(self) -> Iterator[TableOrLine]:
         head = ("layer", "format", "weights", "bits", "score", "weights dB", "inputs dB", "results dB")
@@ -306,10 +301,11 @@ class _LayerProblem:
         return sums
 
 
-def tune(
+@call_hint("jchop.nn.allocate_bits(model, ['int4(group=32)', 'int8'], [(x, y)], loss=loss, bits=4.5)")
+def allocate_bits(
     model: nnx.Module,
-    data: Sequence[tuple[Any, ...]],
     menu: Sequence[SpecLike | Rule | None],
+    batches: Iterable[Any],
     *,
     loss: LossFunction,
     bits: float | None = None,
@@ -317,7 +313,7 @@ def tune(
     score: Literal["fisher", "loss"] = "fisher",
     groups: Sequence[str] = (),
     layers: str = "*",
-) -> LayerTuning:
+) -> BitAllocation:
     """A format for each layer of a model, with the least total score under a budget of bits or bytes.
 
     The Fisher score of a layer in a format is the sum of (∂L/∂y)²·(ŷ − y)² over its results y on the data, with ŷ the
@@ -330,9 +326,9 @@ def tune(
 
     Args:
         model: a module of Flax NNX.
-        data: batches: tuples of arguments of `loss` after the model.
         menu: two formats or more for the weights: specs, formats, scaled formats or text; a `Rule` with the default
             path, for more tensors than the weights; None leaves a layer as it is.
+        batches: the arguments of `loss` after the model: tuples, or the only argument.
         loss: a function of the model and of a batch's arguments to a number, which JAX can differentiate.
         bits: the most mean bits of a weight, the scales included. Either this or `bytes`.
         bytes: the most bytes of all weights of the layers.
@@ -345,7 +341,7 @@ def tune(
             no layers of Flax get no format, and their parameters have no part in the budget. A note names them.
 
     Returns:
-        A `LayerTuning`, with ``rules`` for `quantize`.
+        A `BitAllocation`, with ``rules`` for `quantize`.
 
     Raises:
         TypeError, ValueError: for an argument of another type or value, a group that matches no layer, a model without
@@ -358,19 +354,18 @@ def tune(
         >>> model = nnx.Sequential(nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(16, 4, rngs=nnx.Rngs(1)))
         >>> x, y = jax.random.normal(jax.random.key(0), (32, 8)), jnp.zeros((32, 4))
         >>> loss = lambda model, x, y: jnp.mean((model(x) - y) ** 2)
-        >>> found = jc.nn.tune(model, [(x, y)], ["e2m1fn", "e4m3"], loss=loss, bits=6)
+        >>> found = jc.nn.allocate_bits(model, ["e2m1fn", "e4m3"], [(x, y)], loss=loss, bits=6)
         >>> found.bits <= 6, sorted({row.option for row in found.rows})
         (True, ['float4_e2m1fn', 'float8_e4m3'])
     """
     options = _menu_options(menu)
     check_instance("model", model, nnx.Module, "a module of Flax NNX")
     check_instance("loss", loss, Callable, "a function of the model and a batch")
-    check_choice("score", score, TUNE_SCORES)
-    if not isinstance(data, Sequence) or not data or not all(isinstance(batch, tuple | list) for batch in data):
-        raise TypeError("data must be a list of batches, each a tuple of arguments of loss after the model")
-    batches = list(map(tuple, data))
+    check_choice("score", score, ALLOCATION_SCORES)
+    data = [batch_arguments(batch) for batch in batches]
+    check(data, "batches: there must be at least one")
     targets, other_layers = _tunable_layers(model, layers, groups)
-    problem = _LayerProblem(model, loss, batches, targets, options)
+    problem = _LayerProblem(model, loss, data, targets, options)
     costs = [[layer.bytes_under(option) for option in options] for layer in targets]
     uniform_costs = [sum(column) for column in zip(*costs, strict=True)]
     count = sum(layer.count for layer in targets)
@@ -418,7 +413,7 @@ def tune(
     uniform = {text: (8 * cost / count, one) for text, cost, one in zip(texts, uniform_costs, losses, strict=True)}
     points = tuple((8 * trial.cost / count, trial.error) for trial in front)
     sizes = 8 * total / count, total
-    return LayerTuning(
+    return BitAllocation(
         tuple(problem.rules(choice)), tuple(rows), *sizes, chosen_loss, model_loss, uniform, points, tuple(notes)
     )
 
@@ -435,7 +430,7 @@ def _menu_options(menu: Any) -> list[Rule | None]:
             raise ValueError(f"menu[{i}]={value} must have the path '*' and a weight")
         option = value if value is None or isinstance(value, Rule) else Rule(weight=value)
         if option is not None and option.stochastic:
-            raise ValueError(f"menu[{i}]={value} rounds stochastically; tune needs deterministic roundings")
+            raise ValueError(f"menu[{i}]={value} rounds stochastically; allocate_bits needs deterministic roundings")
         options.append(option)
     check(len(set(map(_option_text, options))) >= len(options), f"menu={list(menu)!r} has a format twice")
     return options

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jchop._common.checks import check, check_instance, check_int
+from jchop._common.checks import call_hint, check, check_instance, check_int
 from jchop._common.text import TableOrLine, Tables
 
 #: A product: its place, and its two factors.
@@ -92,6 +92,7 @@ def _property_text(value: object) -> str:
     return "-" if value is None else str(value)
 
 
+@call_hint("jchop.probe(lambda a, b: a @ b)")
 def probe(matmul: Callable[[Any, Any], Any], *, length: int = 288) -> Probe:
     """The arithmetic of a matrix product, from its results: the order of sums, the bits that it keeps, the roundings.
 

@@ -15,10 +15,11 @@ import numpy as np
 from jax import lax
 
 from jchop._program.bind import bind
-from jchop._program.control import Interpret, ScanOrder, ScanTurn, WhileParts, as_jax_value, manual_axes, text_of_stop
+from jchop._program.control import Interpret, ScanOrder, ScanTurn, WhileParts, as_jax_value, manual_axes
 from jchop._program.run import Runner
 from jchop._program.seeds import Seeds
 from jchop._program.step import ProgramStep
+from jchop._program.stopped_loops import text_of_stop
 
 # -- shards ------------------------------------------------------------------------------------------------------------
 

@@ -69,7 +69,10 @@ def _check_array_type(name: str, value: Any) -> None:
             f"functions take the array jchop.torch.as_jax({name})"
         )
     if hasattr(value, "qvalue"):
-        raise TypeError(f"{name} is a QArray of codes; pass its numbers, jchop.dequantize({name})")
+        raise TypeError(
+            f"{name} is a QArray of codes; jchop.dot and jchop.einsum multiply codes, other functions take its "
+            f"numbers, jchop.dequantize({name})"
+        )
     if hasattr(value, "todense"):
         raise TypeError(
             f"{name} is a sparse {type(value).__name__}, not an array; pass its numbers, {name}.data, or "
@@ -100,8 +103,7 @@ def _advice(name: str, dtype: Any) -> str:
         return "Pass a number or an array of floats"
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return f"jchop.emulate(fun, spec) computes with complex numbers; here pass {name}.real and {name}.imag"
-    number = f", or float({name}) if it is a Python number" if is_integer_or_bool(dtype) else ""
-    return f"Convert it first, for example {name}.astype('float32'){number}"
+    return f"Convert it first, for example {name}.astype('float32')"
 
 
 def as_operands(names: Sequence[str], values: Sequence[Any], *, complex_too: bool = False) -> list[Array | np.ndarray]:

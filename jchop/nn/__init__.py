@@ -43,12 +43,12 @@ RMSNorm: Any = QUANTIZED_CLASSES[nnx.RMSNorm]
 SimpleCell: Any = QUANTIZED_CLASSES[nnx.SimpleCell]
 
 if TYPE_CHECKING:
-    from jchop._insight.layers import LayerTuning, Sensitivity, SensitivityRow, TunedLayer, sensitivity, tune
+    from jchop._insight.layers import BitAllocation, Sensitivity, allocate_bits, sensitivity
 
 __getattr__, __dir__ = on_demand(
     __name__,
     (),
-    {"jchop._insight.layers": ("LayerTuning", "Sensitivity", "SensitivityRow", "TunedLayer", "sensitivity", "tune")},
+    {"jchop._insight.layers": ("BitAllocation", "Sensitivity", "allocate_bits", "sensitivity")},
     {
         **{
             name: f"jchop.{name}"
@@ -61,6 +61,7 @@ __getattr__, __dir__ = on_demand(
         "load": "jchop.load(path, like=model)",
         "save_checkpoint": "jchop.save_checkpoint(path, model, layout)",
         "load_checkpoint": "jchop.load_checkpoint(path, like=model)",
+        "tune": "jchop.nn.allocate_bits(model, menu, batches, loss=loss, bits=4.5)",
     },
 )
 
@@ -68,6 +69,7 @@ __all__ = [
     "ActivationRange",
     "AmaxHistory",
     "BatchNorm",
+    "BitAllocation",
     "Conv",
     "ConvTranspose",
     "Einsum",
@@ -77,7 +79,6 @@ __all__ = [
     "InstanceNorm",
     "LSTMCell",
     "LayerNorm",
-    "LayerTuning",
     "LearnedScale",
     "Linear",
     "LinearGeneral",
@@ -90,10 +91,9 @@ __all__ = [
     "QuantizedParam",
     "RMSNorm",
     "Sensitivity",
-    "SensitivityRow",
     "SimpleCell",
-    "TunedLayer",
     "add_lora",
+    "allocate_bits",
     "calibrate",
     "fold_batch_norms",
     "keep_wide",
@@ -108,5 +108,4 @@ __all__ = [
     "sensitivity",
     "shard",
     "split_lora",
-    "tune",
 ]

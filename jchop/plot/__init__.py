@@ -1,24 +1,20 @@
-"""Pictures: heat maps of tables, values of a format on the number line, errors of programs, weights, formats.
+"""Pictures: heat maps of tables, values of a format on the number line, rounding errors, bits against errors.
+
+Reports draw themselves: ``report.plot()``.
 
 Every function returns a new `matplotlib.figure.Figure` and saves nothing. Matplotlib (extra ``plot``) is imported on
 first use. pyplot is not imported, so no window opens and no global state changes.
 """
 
+from jchop._common.on_demand import on_demand
 from jchop.plot._charts import Panel, heat_map, pareto
-from jchop.plot._formats import code_histogram, rounding_error, value_grid, value_grids
-from jchop.plot._reports import blame, calibration, report, sensitivity, tune
+from jchop.plot._formats import code_histogram, rounding_error, value_grid
 
-__all__ = [
-    "Panel",
-    "blame",
-    "calibration",
-    "code_histogram",
-    "heat_map",
-    "pareto",
-    "report",
-    "rounding_error",
-    "sensitivity",
-    "tune",
-    "value_grid",
-    "value_grids",
-]
+__getattr__, __dir__ = on_demand(
+    __name__,
+    (),
+    {},
+    dict.fromkeys(("report", "blame", "tune", "sensitivity", "calibration"), "found.plot(), a method of the report"),
+)
+
+__all__ = ["Panel", "code_histogram", "heat_map", "pareto", "rounding_error", "value_grid"]

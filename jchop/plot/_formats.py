@@ -24,34 +24,45 @@ if TYPE_CHECKING:
 _MAX_POINTS, _MAX_HISTOGRAM_BITS = 1 << 16, 8
 
 
-def value_grid(fmt: ElementFormat | str) -> Figure:
-    """The values of a format on a logarithmic axis, and their distances.
+def value_grid(formats: ElementFormat | str | Sequence[ElementFormat | str], *, title: str | None = None) -> Figure:
+    """The values of a format on a logarithmic axis, and their distances; or the positive values of several formats.
 
-    The upper panel has a line for each value; subnormal values have another colour, and the ends of the ranges are
-    marked. The lower panel shows, between neighbours a < b, the largest relative error of rounding to nearest. It is at
-    the point where the result changes from a to b: (b - a) / (b + a) at the midpoint, and more for posits and takums,
-    whose point is not the midpoint far from 1.
+    The upper panel of one format has a line for each value; subnormal values have another colour, and the ends of the
+    ranges are marked. The lower panel shows, between neighbours a < b, the largest relative error of rounding to
+    nearest. It is at the point where the result changes from a to b: (b - a) / (b + a) at the midpoint, and more for
+    posits and takums, whose point is not the midpoint far from 1.
+
+    A list of formats has a row of lines for each, on one axis.
 
     Args:
-        fmt: a format of at most 16 bits, or its text.
+        formats: a format of at most 16 bits, or its text; or a list of them.
+        title: the title above. Default None: the facts of one format, or "Values of formats".
 
     Raises:
         TypeError: for a scaled format, whose values depend on the data.
-        ValueError: for a wider format, a format whose values binary64 cannot hold, or one without a positive value.
+        ValueError: without formats, for a wider format, a format whose values binary64 cannot hold, or one without a
+            positive value; a single one may have negative values alone.
 
     Example:
         >>> from jchop import plot
         >>> figure = plot.value_grid("e4m3fn")
         >>> figure.get_suptitle()
         'float8_e4m3fn: 8 bits, 253 finite values from -448 to 448'
+        >>> len(plot.value_grid(["e5m2", "e4m3fn", "e2m3fn", "e2m1fn", "integer4"]).axes[0].collections)
+        5
     """
-    fmt = _charts.element_format_of(fmt)
-    values = _drawable_values("fmt=", fmt)
+    if isinstance(formats, str | ElementFormat):
+        return _detailed_grid(_charts.element_format_of(formats), title)
+    return _grid_of_rows([_charts.element_format_of(fmt) for fmt in as_iterable(formats)], title)
+
+
+def _detailed_grid(fmt: ElementFormat, title: str | None) -> Figure:
+    values = _drawable_values("formats=", fmt)
     rows = _magnitude_rows(values)
-    check(rows, f"fmt={fmt} has no value but zero: nothing to draw on a logarithmic axis")
+    check(rows, f"formats={fmt} has no value but zero: nothing to draw on a logarithmic axis")
     low, high = f"{float(fmt.min):.6g}", f"{float(fmt.max):.6g}"
-    title = f"{format_label(fmt)}: {fmt.bits} bits, {values.size} finite values from {low} to {high}"
-    figure = new_figure(10, 4.8, title, size=13)
+    facts = f"{format_label(fmt)}: {fmt.bits} bits, {values.size} finite values from {low} to {high}"
+    figure = new_figure(10, 4.8, facts if title is None else title, size=13)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(1.1, 1.3))
     _draw_rug(upper, fmt, rows)
     _draw_relative_error(lower, fmt, max(rows.values(), key=len))
@@ -153,31 +164,14 @@ def _draw_relative_error(axes: Axes, fmt: ElementFormat, row: np.ndarray) -> Non
     draw_frame(axes)
 
 
-def value_grids(formats: Sequence[ElementFormat | str] | ElementFormat, *, title: str = "Values of formats") -> Figure:
-    """The positive values of several formats, a row of lines for each, on one logarithmic axis.
-
-    Args:
-        formats: formats of at most 16 bits, or their texts, or one of them.
-        title: the title above. Default ``"Values of formats"``.
-
-    Raises:
-        TypeError: for a scaled format, whose values depend on the data.
-        ValueError: without formats, for a wider one, or one without a positive value that binary64 can hold.
-
-    Example:
-        >>> from jchop import plot
-        >>> figure = plot.value_grids(["e5m2", "e4m3fn", "e2m3fn", "e2m1fn", "integer4"])
-        >>> len(figure.axes[0].collections)
-        5
-    """
-    elements = [_charts.element_format_of(fmt) for fmt in as_iterable(formats)]
+def _grid_of_rows(elements: Sequence[ElementFormat], title: str | None) -> Figure:
     check(elements, "formats must name at least one format")
     rows = []
     for fmt in elements:
         values = _drawable_values("formats: ", fmt)
         check((values > 0).any(), f"formats: {fmt} has no positive value to draw")
         rows.append(values[values > 0])
-    figure = new_figure(10, 1.5 + 0.55 * len(rows), title, size=13)
+    figure = new_figure(10, 1.5 + 0.55 * len(rows), "Values of formats" if title is None else title, size=13)
     axes = figure.subplots()
     for row, values in enumerate(rows):
         width = float(np.clip(200 / len(values), 0.2, 1.6))

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jchop._common.checks import check
-from jchop.plot import _charts
 from jchop.plot._charts import BLUE, INK, RED, draw_at_edge, draw_bars, draw_frame, draw_legend, new_figure
 
 if TYPE_CHECKING:
@@ -19,42 +18,21 @@ if TYPE_CHECKING:
     from jchop._insight.reports.blame import Blame, BlameRow
     from jchop._insight.reports.report import Report, ReportRow
 
-
-def _fields_of(seen: Any, what: str, *names: str) -> list[Any]:
-    """Fields of a report; TypeError for an object of another kind."""
-    _charts.need_matplotlib()
-    if not all(hasattr(seen, name) for name in names):
-        raise TypeError(f"seen={seen!r} must be {what}")
-    return [getattr(seen, name) for name in names]
+#: The rows of a blame with a bar of their own.
+_MOST_BLAME_BARS = 16
 
 
-def report(seen: Report, *, title: str = "Where the digits go") -> Figure:
+def draw_report(seen: Report, title: str) -> Figure:
     """The operations of an emulated program as bars: errors, overflows and underflows.
 
     There is one group of bars for each row of the report, in program order, with its file and line. The left side
     shows, logarithmically, the largest relative error of one operation and of the program so far; an operation without
     an error has no bar. An operation without finite results has a hatched bar of full length. The right side shows the
     numbers of results that overflowed, became zero, are infinite and are NaN.
-
-    Args:
-        seen: a result of ``jchop.EmulatedFunction.report(..., trace_values=True)``.
-        title: the title above the bars. Default ``"Where the digits go"``.
-
-    Raises:
-        TypeError: if `seen` is not a report.
-        ValueError: for a report without ``trace_values=True``, or without rows.
-
-    Example:
-        >>> import jax.numpy as jnp, jchop as jc
-        >>> from jchop import plot
-        >>> low = jc.emulate(lambda x: jnp.exp(x) * x, "e4m3")
-        >>> figure = plot.report(low.report(jnp.array([1.0, 8.0]), trace_values=True))
-        >>> [label.get_text().split()[:2] for label in figure.axes[0].get_yticklabels()]
-        [['exp', 'float8_e4m3'], ['mul', 'float8_e4m3']]
     """
-    rows, has_values = _fields_of(seen, "a result of jchop.EmulatedFunction.report", "rows", "traced")
-    if not has_values or not rows:
-        raise ValueError("seen must hold values: low.report(x, trace_values=True), of a program with operations")
+    rows = seen.rows
+    if not seen.traced or not rows:
+        raise ValueError("a picture needs values: low.report(x, trace_values=True), of a program with operations")
     figure = new_figure(10, 1.9 + 0.68 * len(rows), title)
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     _draw_errors(left, rows)
@@ -94,31 +72,14 @@ def _draw_losses(axes: Axes, rows: Sequence[ReportRow]) -> None:
     draw_legend(axes)
 
 
-def blame(seen: Blame, *, title: str = "Where the error comes from", most: int = 16) -> Figure:
+def draw_blame(seen: Blame, title: str) -> Figure:
     """The parts of an error as bars, with their signs, and a line for each turn of loops.
 
     There is one bar for each row, the largest first; the rest is one bar. If a row has turns, a second panel shows the
     sum of the contributions up to each turn, for the rows with turns among those drawn.
-
-    Args:
-        seen: a result of `jchop.EmulatedFunction.blame`.
-        title: the title above the bars. Default ``"Where the error comes from"``.
-        most: the most rows that have a bar of their own. Default 16.
-
-    Raises:
-        TypeError: if `seen` is no such result.
-        ValueError: without rows.
-
-    Example:
-        >>> import jax.numpy as jnp, jchop as jc
-        >>> from jchop import plot
-        >>> found = jc.emulate(lambda x: jnp.sum(x * x), "e4m3").blame(jnp.array([1.1, 2.3]))
-        >>> figure = plot.blame(found)
-        >>> len(figure.axes[0].patches) == len(found.rows)
-        True
     """
-    rows, _ = _fields_of(seen, "a result of jchop.EmulatedFunction.blame", "rows", "unexplained")
-    check(rows, "seen must have rows: a program without roundings has none")
+    rows, most = seen.rows, _MOST_BLAME_BARS
+    check(rows, "a picture needs rows: a program without roundings has none")
     top_rows, tail = rows[:most], rows[most:]
     names = [_operation_label(row, row.spec) for row in top_rows] + ([f"{len(tail)} more rows"] if tail else [])
     values = [row.contribution for row in top_rows] + ([math.fsum(row.contribution for row in tail)] if tail else [])
@@ -156,24 +117,9 @@ def _draw_iterations(axes: Axes, rows: Sequence[BlameRow]) -> None:
     draw_frame(axes, grid=False)
 
 
-def tune(seen: Any, *, title: str = "Formats within a tolerance") -> Figure:
-    """The bits of each site as bars, with the name of its format, and the front of cost and error.
-
-    Args:
-        seen: a result of `jchop.tune`.
-        title: the title above. Default ``"Formats within a tolerance"``.
-
-    Raises:
-        TypeError: if `seen` is no such result.
-
-    Example:
-        >>> import jax.numpy as jnp, jchop as jc
-        >>> from jchop import plot
-        >>> found = jc.tune(lambda x: jnp.sin(x) + x * x, [(1.1,)], 0.1, ["e5m2", "bfloat16"], by="equation")
-        >>> len(plot.tune(found).axes[0].patches) == len(found.rows)
-        True
-    """
-    rows, _ = _fields_of(seen, "a result of jchop.tune", "rows", "front")
+def draw_tuning(seen: Any, title: str) -> Figure:
+    """The bits of each site as bars, with the name of its format, and the front of cost and error."""
+    rows = seen.rows
     figure = new_figure(14, max(4.0, 1.9 + 0.45 * len(rows)), title)
     left, right = figure.subplots(1, 2)
     _draw_named_bars(left, *([getattr(row, name) for row in rows] for name in ("path", "bits", "spec")))
@@ -202,32 +148,14 @@ def _draw_front(axes: Axes, tuning: Any) -> None:
     axes.legend(fontsize=9, frameon=False)
 
 
-def calibration(seen: Any, *, title: str = "Signal-to-noise ratio of products") -> Figure:
+def draw_calibration(seen: Any, title: str) -> Figure:
     """The weights of a calibration as bars: signal-to-noise ratio in dB of their products on the data.
 
     There are two bars for each weight whose product was looked at, in the order of the report: with each element
     rounded to nearest by itself, and as it was rounded. A product without an error has no bar, and the word "exact".
-
-    Args:
-        seen: a `jchop.ptq.PtqReport`.
-        title: the title above the bars. Default ``"Signal-to-noise ratio of products"``.
-
-    Raises:
-        TypeError: if `seen` is not such a report.
-        ValueError: if no product was looked at.
-
-    Example:
-        >>> import jax, jchop as jc
-        >>> x, w = jax.random.normal(jax.random.key(0), (64, 8)), jax.random.normal(jax.random.key(1), (8, 4))
-        >>> low = jc.quantize_fn(lambda p, x: x @ p["w"], "int4(group=all)")
-        >>> _, report = low.pack({"w": w}, batches=[x], return_report=True)
-        >>> figure = report.plot()
-        >>> [label.get_text().split()[0] for label in figure.axes[0].get_yticklabels()]
-        ['w']
     """
-    (weights,) = _fields_of(seen, "a jchop.ptq.PtqReport", "weights")
-    rows = [row for row in weights if not math.isnan(row.before)]
-    check(rows, "seen has no weight whose product was looked at")
+    rows = [row for row in seen.weights if not math.isnan(row.before)]
+    check(rows, "the report has no weight whose product was looked at")
     figure = new_figure(9, 1.6 + 0.5 * len(rows), title)
     axes = figure.subplots()
     bars = {"each element to nearest": [r.before for r in rows], "as rounded": [r.after for r in rows]}
@@ -247,30 +175,12 @@ def calibration(seen: Any, *, title: str = "Signal-to-noise ratio of products") 
     return figure
 
 
-def sensitivity(seen: Any, *, title: str = "Layers rounded one at a time") -> Figure:
+def draw_sensitivity(seen: Any, title: str) -> Figure:
     """Signal-to-noise ratio of a model's output for each layer, a line for each format.
 
     Layers stand in the order of the model, and "all" last. A layer without an error in a format has no point.
-
-    Args:
-        seen: a result of `jchop.nn.sensitivity`.
-        title: the title above. Default ``"Layers rounded one at a time"``.
-
-    Raises:
-        TypeError: if `seen` is no such result.
-
-    Example:
-        >>> import jax, jchop as jc
-        >>> from flax import nnx
-        >>> from jchop import plot
-        >>> model = nnx.Sequential(*(nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(4)))
-        >>> x = jax.random.normal(jax.random.key(1), (32, 16))
-        >>> found = jc.nn.sensitivity(model, [x], ["int8", "int4", "e4m3fn"])
-        >>> figure = plot.sensitivity(found)
-        >>> [line.get_label() for line in figure.axes[0].lines]
-        ['int8', 'int4', 'float8_e4m3fn']
     """
-    rows, formats = _fields_of(seen, "a result of jchop.nn.sensitivity", "rows", "formats")
+    rows, formats = seen.rows, seen.formats
     paths = list(dict.fromkeys(row.path for row in rows))
     figure = new_figure(9, 1.9 + 0.34 * len(paths), title)
     axes = figure.subplots()

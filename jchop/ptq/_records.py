@@ -11,23 +11,20 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jchop._common.files import distribution_version, write_atomically
-from jchop._common.text import RowReport, TableOrLine
+from jchop._common.text import PictureReport, TableOrLine
 from jchop._core.elementary.pairs import FloatPair
 from jchop._quantized.program.call import batch_arguments, enumerate_batches
 from jchop._quantized.quantize_fn import QuantizedFunction
 from jchop.ptq._data.collect import InputSums
 from jchop.storage import load, save
 from jchop.storage._files.safetensors import TensorFile
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Array = jax.Array
 
@@ -79,7 +76,7 @@ class WeightRow:
 
 
 @dataclass(frozen=True)
-class PtqReport(RowReport):
+class PtqReport(PictureReport):
     """The rows of a calibration; ``str`` of it is a table.
 
     Args:
@@ -93,11 +90,8 @@ class PtqReport(RowReport):
 
     _rows_field = "weights"
 
-    def plot(self, *, title: str = "Signal-to-noise ratio of products") -> Figure:
-        """`jchop.plot.calibration` of the report; needs matplotlib."""
-        from jchop.plot import calibration
-
-        return calibration(self, title=title)
+    _picture, _title = "draw_calibration", "Signal-to-noise ratio of products"
+    _align, _optional = "<<><>>>>><<", ("dead", "zeros", "shape", "damping", "bias")
 
     def _parts(self) -> list[TableOrLine]:
         head = ("weight", "shape", "bits", "method", "nearest dB", "SNR dB", "damping", "dead", "zeros", "bias", "note")

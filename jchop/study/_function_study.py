@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,14 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop._common.checks import check, check_instance, check_int
-from jchop._common.files import require_extra
-from jchop._common.text import RowReport, TableOrLine, html
+from jchop._common.text import TableOrLine
 from jchop._emulate.emulate import emulate
 from jchop._emulate.rules.trace import as_program_arguments
 from jchop._spec.spec import Spec, as_spec
 from jchop.formats import ElementFormat
 from jchop.formats.rounding import Rounding
-from jchop.study._run import StudyProgress, package_versions, png_bytes, study_specs, write_files
+from jchop.study._run import SavedStudy, StudyProgress, package_versions, study_specs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,7 +42,7 @@ class FunctionRow:
     Errors are of the numbers that are finite in the carrier, all results together, and means over the runs.
 
     Args:
-        format: the given text of the format, the first one if there are several names.
+        format: the given text of the format; several texts of one format, with = between them.
         rounding: the mode's text.
         spec: the spec of every operation.
         bits: width of the format.
@@ -80,7 +77,7 @@ class FunctionRow:
 
 
 @dataclass(frozen=True)
-class FunctionStudy(RowReport):
+class FunctionStudy(SavedStudy):
     """The result of `run_function`; its ``str`` is a table, and it shows itself in a notebook.
 
     Args:
@@ -100,6 +97,7 @@ class FunctionStudy(RowReport):
     versions: Mapping[str, str]
 
     _align, _infinities_as_text = "<<>>>>>><", True
+    _optional = ("worst abs.", "± runs")
 
     def _parts(self) -> list[TableOrLine]:
         head = ("format", "rounding", "bits", "error", "± runs", "worst abs.", "lost", "changed", "note")
@@ -139,14 +137,9 @@ class FunctionStudy(RowReport):
         bits, merits, title = [row.bits for row in rows], list(map(_figure_of_merit, rows)), "bits against error"
         return pareto(names, bits, merits, ylabel=self._figure(), title=f"{self.name}: {title}", log=True)
 
-    def to_html(self) -> str:
-        """A page of its own: the plot, the table, settings and versions. It loads nothing. Needs matplotlib."""
-        parts = []
-        if any(not row.note for row in self.rows):
-            picture = png_bytes(self.plot(), metadata={"Software": None})
-            parts.append(html.image(picture, f"{self.name}: bits against error"))
-        facts = [(name, str(value)) for name, value in {**self.settings, **self.versions}.items()]
-        return html.page(f"Study of {self.name}", self._repr_html_(), *parts, html.box("How it was made", facts))
+    @property
+    def _has_picture(self) -> bool:
+        return any(not row.note for row in self.rows)
 
 
 def _figure_text(value: float, unit: str = "") -> str:
@@ -218,7 +211,7 @@ def run_function(
     keys = list(jax.random.split(jax.random.key(seed), seeds))
     rows = []
     for index, (names, spec) in enumerate(specs, start=1):
-        row = FunctionRow(names[0], spec.rounding.value, str(spec), float(spec.format.bits))
+        row = FunctionRow(" = ".join(names), spec.rounding.value, str(spec), float(spec.format.bits))
         if budget_seconds is not None and time.perf_counter() - start > budget_seconds:
             row = dataclasses.replace(row, note=_BUDGET_NOTE)
         else:
@@ -229,7 +222,7 @@ def run_function(
     if not any(row.runs or row.note == _BUDGET_NOTE for row in rows):
         raise ValueError(f"fun={name} runs in none of the formats; {rows[0].spec}: {rows[0].note}")
     settings = {
-        "formats": list(dict.fromkeys(names[0] for names, _ in specs)),
+        "formats": list(dict.fromkeys(name for names, _ in specs for name in names)),
         "modes": list(dict.fromkeys(spec.rounding.value for _, spec in specs)),
         **{"seeds": seeds, "seed": seed, "budget_seconds": budget_seconds},
     }
@@ -307,39 +300,3 @@ def _float64_parts(x: np.ndarray) -> np.ndarray:
     flat = x.ravel()
     parts = [np.real(flat), np.imag(flat)] if np.iscomplexobj(flat) else [flat]
     return np.concatenate([part.astype(np.float64) for part in parts])
-
-
-def save_function(result: FunctionStudy, folder: str | os.PathLike[str]) -> list[Path]:
-    """Writes ``study.csv``, ``study.json``, ``study.png`` and ``study.html``, each atomically.
-
-    The page has all in it, so it can be sent by mail. Without any result there is no picture.
-
-    Args:
-        result: from `jchop.study.run_function`.
-        folder: the output folder; it is created if it does not exist.
-
-    Returns:
-        The paths of the files.
-
-    Raises:
-        ModuleNotFoundError: if matplotlib is missing.
-        OSError: if a file cannot be written.
-
-    Example:
-        >>> import tempfile
-        >>> from jchop import study
-        >>> result = study.run_function(lambda x: x / 3, 1.0, formats=["e5m2"], modes=["rne"])
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     paths = study.save_function(result, folder)
-        >>> [path.name for path in paths]
-        ['study.csv', 'study.json', 'study.png', 'study.html']
-    """
-    require_extra("the study", "plot", ("matplotlib",))
-    has_results = any(not row.note for row in result.rows)
-    contents = {
-        "study.csv": result.to_csv().encode(),
-        "study.json": (result.to_json(indent=2) + "\n").encode(),
-        **({"study.png": png_bytes(result.plot())} if has_results else {}),
-        "study.html": result.to_html().encode(),
-    }
-    return write_files(folder, contents)

@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jchop._common import html
 from jchop._common.checks import as_iterable, check, check_bool, check_choice, check_int
 from jchop._common.files import distribution_version, require_extra, write_atomically
-from jchop._common.text import RowReport, TableOrLine, table_lines
+from jchop._common.text import RowReport, TableOrLine
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec, as_spec
 from jchop.formats import ElementFormat, ScaledFormat
@@ -192,11 +193,11 @@ def _with_rounding(spec: Spec, mode: Rounding) -> Spec:
     return dataclasses.replace(spec, rounding=mode, random_bits=spec.random_bits if takes_bits else None)
 
 
-def _study_row(names: tuple[str, ...], spec: Spec, runs: np.ndarray) -> Row:
+def _study_row(names: tuple[str, ...], spec: Spec, runs: np.ndarray) -> StudyRow:
     with np.errstate(invalid="ignore"):
         # Relative to the first run, so that equal runs have a deviation of exactly 0.
         (accuracy, entropy), (accuracy_std, entropy_std) = runs.mean(axis=1), (runs - runs[:, :1]).std(axis=1)
-    return Row(
+    return StudyRow(
         format=names[0],
         rounding=spec.rounding.value,
         spec=str(spec),
@@ -217,13 +218,11 @@ def package_versions() -> dict[str, str]:
 
 # -- results ---------------------------------------------------------------------------------------------------------
 
-#: The files of `save`.
-STUDY_FILES = ("study.csv", "study.json", "study.png")
 _FIGURE_FIELDS = ("accuracy", "accuracy_std", "cross_entropy", "cross_entropy_std")
 
 
 @dataclass(frozen=True)
-class Row:
+class StudyRow:
     """One cell of the study: one format in one rounding mode.
 
     Args:
@@ -237,11 +236,6 @@ class Row:
         cross_entropy: mean cross-entropy of the test samples in nats; NaN if an output is NaN or infinities cancel.
         cross_entropy_std: its standard deviation over the runs.
         also: other given names of the same format.
-
-    Example:
-        >>> from jchop import study
-        >>> study.Row("half", "down", "binary16:down", 16, 1, 0.5, 0.0, 0.7, 0.0).accuracy
-        0.5
     """
 
     format: str
@@ -256,12 +250,75 @@ class Row:
     also: tuple[str, ...] = ()
 
 
+class SavedStudy(RowReport):
+    """A study that writes itself to files."""
+
+    name: str
+    settings: Mapping[str, object]
+    versions: Mapping[str, str]
+
+    #: Whether there is anything to draw.
+    _has_picture = True
+
+    def plot(self) -> Figure:
+        raise NotImplementedError
+
+    def to_html(self) -> str:
+        """A page of its own: the plot, the table, settings and versions. It loads nothing. Needs matplotlib."""
+        parts = []
+        if self._has_picture:
+            picture = _png_bytes(self.plot(), metadata={"Software": None})
+            parts.append(html.image(picture, f"{self.name}: results by format"))
+        facts = [(name, str(value)) for name, value in {**self.settings, **self.versions}.items()]
+        return html.page(f"Study of {self.name}", self._repr_html_(), *parts, html.box("How it was made", facts))
+
+    def save(self, folder: str | os.PathLike[str]) -> list[Path]:
+        """Writes ``study.csv``, ``study.json``, ``study.png`` and ``study.html``, each atomically.
+
+        The page has all in it, so it can be sent by mail. Without any result there is no picture. In JSON a NaN is
+        null; in CSV it is nan.
+
+        Args:
+            folder: the output folder; it is created if it does not exist.
+
+        Returns:
+            The paths of the files.
+
+        Raises:
+            ModuleNotFoundError: if matplotlib is missing.
+            OSError: if a file cannot be written.
+        """
+        require_extra("the study", "plot", ("matplotlib",))
+        contents = {
+            "study.csv": self.to_csv().encode(),
+            "study.json": (self.to_json(indent=2) + "\n").encode(),
+            **({"study.png": _png_bytes(self.plot())} if self._has_picture else {}),
+            "study.html": self.to_html().encode(),
+        }
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        for name, content in contents.items():
+            write_atomically(Path(folder) / name, lambda file, content=content: file.write(content))
+        return [Path(folder) / name for name in contents]
+
+
+def _png_bytes(drawn: Figure, **options: Any) -> bytes:
+    """A figure as a PNG file."""
+    picture = io.BytesIO()
+    drawn.savefig(picture, format="png", dpi=100, **options)
+    return picture.getvalue()
+
+
 @dataclass(frozen=True)
-class StudyResult(RowReport):
+class StudyResult(SavedStudy):
     """A whole study: its rows, formats outermost, with settings and data of the run.
 
+    As text: the accuracy in per cent, the mean cross-entropy in nats, the size of the test set, and a conclusion. Both
+    tables have a row for each format, in the order of bits, and a column for each mode; ``±`` is the standard deviation
+    over the rounding seeds of a stochastic mode. Names of one format share a row, with ``=`` between them; formats of
+    equal bits with the same figures in every mode share a row, with a comma.
+
     Args:
-        rows: a `Row` for each format and mode, formats of few bits first.
+        rows: a `StudyRow` for each format and mode, formats of few bits first.
         settings: the arguments of `jchop.study.run`, all of them.
         accuracy: test accuracy of the trained network, unrounded in binary32.
         cross_entropy: its mean cross-entropy in nats.
@@ -274,13 +331,12 @@ class StudyResult(RowReport):
 
     Example:
         >>> from jchop import study
-        >>> row = study.Row("half", "down", "binary16:down", 16, 1, 0.5, 0.0, 0.7, 0.0)
-        >>> result = study.StudyResult((row,), {}, 0.5, 0.7, (), 9, 3, 2, 0.1, {})
+        >>> result = study.run("wine", formats=["half"], modes=["down"], epochs=5)
         >>> result.cell("half", "down").bits, result.formats, result.modes
-        (16, ('half',), ('down',))
+        (16.0, ('half',), ('down',))
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[StudyRow, ...]
     settings: Mapping[str, object]
     accuracy: float
     cross_entropy: float
@@ -292,6 +348,11 @@ class StudyResult(RowReport):
     versions: Mapping[str, str]
 
     @property
+    def name(self) -> str:  # type: ignore[override]
+        """The name of the data set."""
+        return str(self.settings.get("dataset", "study"))
+
+    @property
     def formats(self) -> tuple[str, ...]:
         """The formats' texts, in order."""
         return tuple(dict.fromkeys(row.format for row in self.rows))
@@ -301,8 +362,9 @@ class StudyResult(RowReport):
         """The rounding modes' texts, in order."""
         return tuple(dict.fromkeys(row.rounding for row in self.rows))
 
-    def __str__(self) -> str:
-        return table(self)
+    @property
+    def _align(self) -> str:
+        return "<" + ">" * (1 + len(self.modes))
 
     def _parts(self) -> Iterator[TableOrLine]:
         yield f"Test accuracy (%); unrounded {100 * self.accuracy:.1f}"
@@ -311,49 +373,57 @@ class StudyResult(RowReport):
         yield _grid(self, lambda row: _mean_text(row.cross_entropy, row.cross_entropy_std, row.runs, ".3g"))
         yield from ("", f"{_sample_note(self)}.", accuracy_summary(self))
 
-    def cell(self, fmt: str, rounding: str) -> Row:
+    def cell(self, fmt: str, rounding: str) -> StudyRow:
         """The row of one format and mode; KeyError if there is none."""
         for row in self.rows:
             if row.rounding == rounding and fmt in (row.format, *row.also):
                 return row
         raise KeyError((fmt, rounding))
 
+    def plot(self) -> Figure:
+        """Two heat maps, accuracy and mean cross-entropy, with the rows of the tables.
 
-def table(result: StudyResult) -> str:
-    """The study as text: accuracy in per cent, mean cross-entropy in nats, the size of the test set, and a conclusion.
+        The colours of the cross-entropy are logarithmic and end at 10 nats.
 
-    Both tables have a row for each format, in the order of bits, and a column for each mode; ``±`` is the standard
-    deviation over the rounding seeds of a stochastic mode. Names of one format share a row, with ``=`` between them;
-    formats of equal bits with the same figures in every mode share a row, with a comma.
+        Raises:
+            ModuleNotFoundError: if matplotlib is missing.
+        """
+        require_extra("the heat map", "study", ("matplotlib",))
+        from jchop.plot import Panel, heat_map
 
-    Args:
-        result: from `jchop.study.run`.
-
-    Example:
-        >>> from jchop import study
-        >>> row = study.Row("half", "down", "binary16:down", 16, 1, 0.5, 0.0, 0.7, 0.0)
-        >>> print(study.table(study.StudyResult((row,), {}, 0.5, 0.7, (), 9, 3, 2, 0.1, {})).splitlines()[0])
-        Test accuracy (%); unrounded 50.0
-    """
-    lines: list[str] = []
-    for part in result._parts():
-        head, *body = [part] if isinstance(part, str) else table_lines(part, "<" + ">" * (len(part[0]) - 1))
-        lines += [head, *(["-" * len(head)] if body else []), *body]
-    return "\n".join(lines)
+        lines = _grid_rows(self)
+        accuracy, accuracy_std, entropy, entropy_std = (
+            np.array([[getattr(row, field) for row in rows] for _, rows in lines]) for field in _FIGURE_FIELDS
+        )
+        has_spread = np.array([[row.runs > 1 for row in rows] for _, rows in lines])
+        deviations = (100 * accuracy_std, entropy_std)
+        spreads = [np.where(has_spread, s, np.nan) if has_spread.any() else None for s in deviations]
+        titles = (
+            f"test accuracy (%); unrounded {100 * self.accuracy:.1f}",
+            f"mean cross-entropy (nats); unrounded {self.cross_entropy:.3g}",
+        )
+        panels = [
+            Panel(100 * accuracy, titles[0], spread=spreads[0]),
+            Panel(entropy, titles[1], ".3g", log=True, low_is_good=True, ceiling=10.0, spread=spreads[1]),
+        ]
+        subject = "parameters and activations" if self.settings.get("activations") else "parameters"
+        names = [f"{name} ({rows[0].bits:g} bits)" for name, rows in lines]
+        title = f"{self.name}: {subject} rounded to a format"
+        return heat_map(panels, names, self.modes, title=title, note=_sample_note(self))
 
 
 def _mean_text(mean: float, deviation: float, runs: int, spec: str) -> str:
     return f"{mean:{spec}}" + (f"±{deviation:{spec if spec.endswith('f') else '.2g'}}" if runs > 1 else "")
 
 
-def _grid(result: StudyResult, text: Callable[[Row], str]) -> list[list[str]]:
+def _grid(result: StudyResult, text: Callable[[StudyRow], str]) -> list[list[str]]:
     rows = [[name, f"{rows[0].bits:g}", *map(text, rows)] for name, rows in _grid_rows(result)]
     return [["format", "bits", *result.modes], *rows]
 
 
-def _grid_rows(result: StudyResult) -> list[tuple[str, list[Row]]]:
+def _grid_rows(result: StudyResult) -> list[tuple[str, list[StudyRow]]]:
     """Names and cells of each row: formats of the same bits and figures share one."""
-    lines: dict[Any, tuple[list[str], list[Row]]] = {}
+    lines: dict[Any, tuple[list[str], list[StudyRow]]] = {}
     for name in result.formats:
         rows = [result.cell(name, mode) for mode in result.modes]
         # As text, in which a NaN equals a NaN.
@@ -382,88 +452,3 @@ def accuracy_summary(result: StudyResult) -> str:
         f"Unrounded accuracy {100 * result.accuracy:.1f} %; {first}; "
         f"the lowest is {100 * worst.accuracy:.1f} %, {worst.format} {worst.rounding}."
     )
-
-
-def figure(result: StudyResult) -> Figure:
-    """The study as two heat maps, accuracy and mean cross-entropy, with the rows of `table`.
-
-    The colours of the cross-entropy are logarithmic and end at 10 nats.
-
-    Args:
-        result: from `jchop.study.run`.
-
-    Raises:
-        ModuleNotFoundError: if matplotlib is missing.
-
-    Example:
-        >>> from jchop import study
-        >>> row = study.Row("half", "down", "binary16:down", 16, 1, 0.5, 0.0, 0.7, 0.0)
-        >>> len(study.figure(study.StudyResult((row,), {}, 0.5, 0.7, (), 9, 3, 2, 0.1, {})).axes)
-        4
-    """
-    require_extra("the heat map", "study", ("matplotlib",))
-    from jchop.plot import Panel, heat_map
-
-    lines = _grid_rows(result)
-    accuracy, accuracy_std, entropy, entropy_std = (
-        np.array([[getattr(row, field) for row in rows] for _, rows in lines]) for field in _FIGURE_FIELDS
-    )
-    has_spread = np.array([[row.runs > 1 for row in rows] for _, rows in lines])
-    spreads = [np.where(has_spread, s, np.nan) if has_spread.any() else None for s in (100 * accuracy_std, entropy_std)]
-    titles = (
-        f"test accuracy (%); unrounded {100 * result.accuracy:.1f}",
-        f"mean cross-entropy (nats); unrounded {result.cross_entropy:.3g}",
-    )
-    panels = [
-        Panel(100 * accuracy, titles[0], spread=spreads[0]),
-        Panel(entropy, titles[1], ".3g", log=True, low_is_good=True, ceiling=10.0, spread=spreads[1]),
-    ]
-    subject = "parameters and activations" if result.settings.get("activations") else "parameters"
-    names = [f"{name} ({rows[0].bits:g} bits)" for name, rows in lines]
-    title = f"{result.settings.get('dataset', 'study')}: {subject} rounded to a format"
-    return heat_map(panels, names, result.modes, title=title, note=_sample_note(result))
-
-
-def save(result: StudyResult, folder: str | os.PathLike[str]) -> list[Path]:
-    """Writes ``study.csv``, ``study.json`` and ``study.png``, each atomically.
-
-    In JSON a NaN is null; in CSV it is nan.
-
-    Args:
-        result: from `jchop.study.run`.
-        folder: the output folder; it is created if it does not exist.
-
-    Returns:
-        The paths of the files.
-
-    Raises:
-        ModuleNotFoundError: if matplotlib is missing.
-        OSError: if a file cannot be written.
-
-    Example:
-        >>> import tempfile
-        >>> from jchop import study
-        >>> row = study.Row("half", "down", "binary16:down", 16, 1, 0.5, 0.0, 0.7, 0.0)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     paths = study.save(study.StudyResult((row,), {}, 0.5, 0.7, (), 9, 3, 2, 0.1, {}), folder)
-        >>> [path.name for path in paths]
-        ['study.csv', 'study.json', 'study.png']
-    """
-    texts = (result.to_csv(), result.to_json(indent=2) + "\n")
-    contents = (*(text.encode() for text in texts), png_bytes(figure(result)))
-    return write_files(folder, dict(zip(STUDY_FILES, contents, strict=True)))
-
-
-def png_bytes(drawn: Figure, **options: Any) -> bytes:
-    """A figure as a PNG file."""
-    picture = io.BytesIO()
-    drawn.savefig(picture, format="png", dpi=100, **options)
-    return picture.getvalue()
-
-
-def write_files(folder: str | os.PathLike[str], contents: Mapping[str, bytes]) -> list[Path]:
-    """Writes files by name, each atomically, in a folder that is made if there is none; returns their paths."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    for name, content in contents.items():
-        write_atomically(Path(folder) / name, lambda file, content=content: file.write(content))
-    return [Path(folder) / name for name in contents]

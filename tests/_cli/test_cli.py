@@ -51,7 +51,18 @@ def python(*argv: str, **options) -> subprocess.CompletedProcess:
 
 
 # -- formats, info ---------------------------------------------------------------------------------------------------
-def test_formats_lists_the_catalogue(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", ["formats", "doctor", "round 1e-300 1.1 --to binary64 --carrier float64"])
+def test_tables_fit_the_columns(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert max(map(len, lines(capsys, *command.split()))) <= 100
+    monkeypatch.setenv("COLUMNS", "300")
+    assert "…" not in "".join(lines(capsys, *command.split()))
+
+
+def test_formats_lists_the_catalogue(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     head, rule, *rows = lines(capsys, "formats")
     rows = rows[: len(CATALOGUE)]
     assert head.split()[:3] == ["name", "bits", "exp"] and set(rule) == {"-"}
@@ -204,8 +215,9 @@ def test_round_starts_from_the_carrier(capsys: pytest.CaptureFixture[str]) -> No
     ],
 )  # fmt: skip
 def test_round_shows_the_error_of_the_number_typed(
-    capsys: pytest.CaptureFixture[str], word: str, options: str, row: str
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, word: str, options: str, row: str
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     value, rounded, code, *rest = lines(capsys, "round", word, *options.split())[-1].split()
     assert " ".join([value, rounded, code, *rest[-2:]]) == row
 
@@ -528,7 +540,7 @@ def test_extras_load_on_first_use_and_a_missing_one_is_named_in_one_line() -> No
         "jc.torch": ("torch", "torch"),
         "jc.plot.value_grid('e4m3')": ("matplotlib", "plot"),
         "jc.plot.heat_map([], [], [], title='')": ("matplotlib", "plot"),
-        "jc.plot.report(None)": ("matplotlib", "plot"),
+        "jc.plot.pareto(['a'], [1], [1], ylabel='')": ("matplotlib", "plot"),
         "jc.study.run()": ("flax, optax, sklearn", "study"),
         "jc.to_qwix(None)": ("qwix", "qwix"),
     }
@@ -538,7 +550,7 @@ def test_extras_load_on_first_use_and_a_missing_one_is_named_in_one_line() -> No
     program += f"print(*(getattr(jc, name).__name__ for name in {names}))\n"
     program += "from jchop.__main__ import main\n"
     program += "with contextlib.redirect_stdout(io.StringIO()): main(['formats']); main(['info', 'e4m3'])\n"
-    program += "names = jc.plot.Panel.__name__, jc.study.Row.__name__\n"
+    program += "names = jc.plot.Panel.__name__, jc.study.StudyResult.__name__\n"
     program += "print(*names, extras & set(sys.modules))\n"
     program += "jc.plot.value_grid('e2m1fn'); print('matplotlib.pyplot' in sys.modules)\n"
     program += "sys.modules |= dict.fromkeys(('flax', 'optax', 'torch', 'matplotlib', 'sklearn', 'qwix'))\n"
@@ -547,7 +559,7 @@ def test_extras_load_on_first_use_and_a_missing_one_is_named_in_one_line() -> No
     done = python("-c", program, text=True)
     imported, modules, light, pyplot, *errors = done.stdout.splitlines()
     assert imported == "set() False True" and modules.split() == [f"jchop.{name}" for name in names], done.stderr
-    assert (light, pyplot) == ("Panel Row set()", "False")
+    assert (light, pyplot) == ("Panel StudyResult set()", "False")
     for said, (packages, extra) in zip(errors, cases.values(), strict=True):
         assert f'needs {packages}: pip install ".[{extra}]" in a clone of jchop' in said
 

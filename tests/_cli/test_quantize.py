@@ -38,7 +38,10 @@ def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[list[str], s
     return printed.out.splitlines(), printed.err
 
 
-def test_quantize_reports_and_writes(capsys: pytest.CaptureFixture[str], source: Path) -> None:
+def test_quantize_reports_and_writes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, source: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     target = source.with_name("out.safetensors")
     rules = ("--rule", "kernel=int4(group=32,scale=bfloat16)", "--rule", "mlp=bfloat16")
     text, progress = run(capsys, "quantize", source, target, *rules)

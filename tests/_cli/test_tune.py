@@ -56,7 +56,7 @@ def json_is_that_of_tune(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
 
     inputs = [tuple(np.load(folder / f"{name}.npz")[x] for x in ("x", "y")) for name in ("a", "b")]
     menu = ["e4m3", "bfloat16", None]
-    found = jc.tune(tuned_model.apart, inputs[:1], 0.01, menu, metric=tuned_model.worst, held_out=inputs[1:])
+    found = jc.tune(tuned_model.apart, menu, inputs[:1], 0.01, metric=tuned_model.worst, held_out=inputs[1:])
     assert printed == json.loads(json.dumps(found.as_dict()))
     assert (folder / "tune.png").read_bytes().startswith(PNG)
 

@@ -115,7 +115,7 @@ def test_digits() -> None:
 
 def test_tuned() -> None:
     """The program is compiled once, with formats as arguments."""
-    found, want = (jc.tune(f, [operands()], 1e-3, ["bfloat16", "e8m14", None]) for f in (program, same))
+    found, want = (jc.tune(f, ["bfloat16", "e8m14", None], [operands()], 1e-3) for f in (program, same))
     assert (found.error, [*found.rules.values()]) == (want.error, [*want.rules.values()])
 
 

@@ -93,7 +93,7 @@ TOP: dict[str, Row] = {
     "significant_digits": Row(
         lambda x: jc.significant_digits(jnp.sin, x, key=KEY), error="significant_digits needs arguments that are not"
     ),
-    "tune": Row(lambda x: jc.tune(jnp.sin, [(x,)], 0.1, [OWN, None]), error="tune needs arguments that are not traced"),
+    "tune": Row(lambda x: jc.tune(jnp.sin, [OWN, None], [(x,)], 0.1), error="tune needs arguments that are not traced"),
     "to_qwix": Row(lambda x: jc.to_qwix(stored(x)), error="to_qwix|never"),
     "from_qwix": Row(lambda x: jc.from_qwix(x), error="from_qwix|WithAux"),
 }

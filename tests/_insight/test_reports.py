@@ -49,7 +49,7 @@ def test_a_row_has_its_first_event() -> None:
     assert str(sub.first_invalid) == str(sub.first_nan) == "turn 0, [1]"
     assert (mul.nans, mul.first_nan, sub.first_overflow) == (0, None, None)
     assert seen.first("overflow") == exp and seen.first("nan") == seen.first("invalid") == sub
-    text = str(seen).splitlines()
+    text = seen.table(width=None).splitlines()
     assert {"first_overflow", "first_nan", "first_invalid"} <= set(text[0].split())
     places = [line.rstrip().rfind("test_reports.py") for line in text[1:4]]
     assert len(set(places)) == 1 and places[0] == text[0].rfind("source")
@@ -139,7 +139,7 @@ def test_a_run_stops_at_an_event(event: Any, words: str) -> None:
     line = grown.__code__.co_firstlineno + 4
     with pytest.raises(AssertionError, match=words):
         raise AssertionError(seen.stopped)
-    assert f":{line}" in seen.stopped and str(seen).endswith(seen.stopped) and seen.traced
+    assert f":{line}" in seen.stopped and seen.table(width=None).endswith(seen.stopped) and seen.traced
     assert sum(row.overflows for row in seen.rows) == (1 if event == "overflow" else 2)
     assert not report(low, x / 1e3, stop_at=event).stopped
     on_entry = report(low, jnp.array([1e6, jnp.nan]), stop_at="nan")

@@ -146,7 +146,7 @@ def a_long_sum_needs_the_accumulator_that_a_short_one_does_not() -> None:
     """A sum of ones in bfloat16 stops at 256: 257 is a tie, and goes to the even neighbour."""
     args = (jnp.ones(300), jnp.ones(300))
     low, high = (("bfloat16", jc.MatmulSpec(accumulate=text)) for text in ("bfloat16", "e8m15"))
-    found = jc.tune(two_sums, [args], 1e-2, [low, high], metric="largest")
+    found = jc.tune(two_sums, [low, high], [args], 1e-2, metric="largest")
     accumulators = [row.spec.partition("accumulate=")[2].partition(",")[0] for row in found.rows]
     assert accumulators == ["e8m15", "bfloat16"] and found.errors == (0.0,)
     assert found.compiled and found.cost == ((16 + 24) / 2 + (16 + 16) / 2) / 2
@@ -161,7 +161,7 @@ def steps_of_orders(specs: Any) -> float:
 def orders_are_chosen_too() -> None:
     args = (jnp.ones(256 + 64), jnp.ones(256 + 64))
     menu = [("bfloat16", jc.MatmulSpec(accumulate="bfloat16", order=order)) for order in ("sequential", "pairwise")]
-    found = jc.tune(two_sums, [args], 1e-2, menu, metric="largest", cost=steps_of_orders)
+    found = jc.tune(two_sums, menu, [args], 1e-2, metric="largest", cost=steps_of_orders)
     assert [row.spec.rpartition("=")[2] for row in found.rows] == ["pairwise", "sequential"]
     assert found.cost == 3 and found.error == 0
 
@@ -227,7 +227,7 @@ def compare_with_all(seed: int, sites: int, tolerances: tuple[float, ...]) -> li
             errors = np.maximum(errors, np.linalg.norm(low - whole, axis=1) / np.linalg.norm(whole))
         costs = PRECISIONS[mixes].mean(1)
         for tolerance in tolerances:
-            found = jc.tune(fun, inputs, tolerance, MENU, cost=digits)
+            found = jc.tune(fun, MENU, inputs, tolerance, cost=digits)
             low = jc.emulate(fun, None, rules=found.rules)
             for args, error in zip(inputs, found.errors, strict=True):
                 whole = fun(*args)
@@ -310,7 +310,7 @@ def test_the_planted_cancellation_raises_the_right_sites_only() -> None:
     inputs = [(jnp.asarray(100 + draw.standard_normal(256), jnp.float32),) for _ in range(2)]
     stages: list[tuple[str, int, int, str]] = []
     found = jc.tune(
-        planted, inputs[:1], 1e-2, ["bfloat16", "e8m20"], held_out=inputs[1:], progress=lambda *now: stages.append(now)
+        planted, ["bfloat16", "e8m20"], inputs[:1], 1e-2, held_out=inputs[1:], progress=lambda *now: stages.append(now)
     )
     formats = {row.path: row.spec for row in found.rows}
     assert formats == {
@@ -344,7 +344,7 @@ def two_parts(x: jax.Array) -> jax.Array:
 
 
 def test_other_formats_are_measured_by_emulate() -> None:
-    found = jc.tune(two_parts, [(X,)], 0.2, ["e4m3fnuz", "fixed4.4", None])
+    found = jc.tune(two_parts, ["e4m3fnuz", "fixed4.4", None], [(X,)], 0.2)
     assert not found.compiled and found.error <= 0.2
     whole, low = two_parts(X), jc.emulate(two_parts, None, rules=found.rules)(X)
     assert found.error == pytest.approx(float(jnp.linalg.norm(low - whole) / jnp.linalg.norm(whole)))
@@ -360,20 +360,20 @@ def weighted(specs: Any) -> float:
 def infinities_and_nan_of_the_carrier_are_no_errors(metric: Any) -> None:
     x = jnp.array([-1.0, 0.0, 2.0, 3.0])  # NaN, -inf, and numbers
     menu = ["e5m2", "bfloat16", None]
-    found = jc.tune(jnp.log, [(x,)], 1e-2, menu, metric=metric)
-    plain = jc.tune(jnp.log, [(x[2:],)], 1e-2, menu, metric=metric)
+    found = jc.tune(jnp.log, menu, [(x,)], 1e-2, metric=metric)
+    plain = jc.tune(jnp.log, menu, [(x[2:],)], 1e-2, metric=metric)
     assert found.errors == plain.errors
     assert [row.spec for row in found.rows] == [row.spec for row in plain.rows] == ["bfloat16"]
     with pytest.raises(ValueError, match="error of 2 measured is inf"):  # where the carrier is finite, they are
-        jc.tune(lambda v: jnp.exp(v) * 1e-3, [(jnp.array([20.0]),)], 1e-2, ["e4m3fn", "e3m4"], metric=metric)
+        jc.tune(lambda v: jnp.exp(v) * 1e-3, ["e4m3fn", "e3m4"], [(jnp.array([20.0]),)], 1e-2, metric=metric)
 
 
 def test_a_result_without_a_finite_number_is_an_error() -> None:
     bad, good, menu = (jnp.array([-1.0, -2.0]),), (jnp.array([-1.0, 2.0]),), ["e5m2", "bfloat16"]
     for inputs, held_out, name in (([good, bad], [], r"inputs\[1\]"), ([good], [bad], r"held_out\[0\]")):
         with pytest.raises(ValueError, match=f"{name}: the result of fun has no finite number, so it has no error"):
-            jc.tune(jnp.log, inputs, 1e-9, menu, held_out=held_out)
-    own = jc.tune(jnp.log, [bad], 0.1, menu, metric=lambda low, exact: 2 - jnp.isnan(low).sum())
+            jc.tune(jnp.log, menu, inputs, 1e-9, held_out=held_out)
+    own = jc.tune(jnp.log, menu, [bad], 0.1, metric=lambda low, exact: 2 - jnp.isnan(low).sum())
     assert own.error == 0
 
 
@@ -382,20 +382,20 @@ def test_arguments_of_numpy_are_arrays_of_jax() -> None:
         return x.at[0].set(1.0).sum() / 3
 
     x, menu = np.array([2, 3, 4.5], np.float32), ["e5m2", "bfloat16"]
-    assert jc.tune(mean, [(x,)], 0.1, menu) == jc.tune(mean, [(jnp.asarray(x),)], 0.1, menu)
+    assert jc.tune(mean, menu, [(x,)], 0.1) == jc.tune(mean, menu, [(jnp.asarray(x),)], 0.1)
 
 
 def test_costs_and_metrics() -> None:
     args = [(X,)]
-    found = jc.tune(two_parts, args, 0.1, ["e4m3", "bfloat16"], cost="bytes", metric="largest")
+    found = jc.tune(two_parts, ["e4m3", "bfloat16"], args, 0.1, cost="bytes", metric="largest")
     assert found.cost == sum(row.results * row.bits / 8 for row in found.rows)
     low = jc.emulate(two_parts, None, rules=found.rules)(X)
     assert found.error == float(np.max(np.abs(np.float64(low) - np.float64(two_parts(X)))))
     own = jc.tune(
         two_parts,
+        ["e4m3", "bfloat16", "e8m20"],
         args,
         1e-2,
-        ["e4m3", "bfloat16", "e8m20"],
         cost=weighted,
         metric=lambda low, exact: jnp.max(jnp.abs(low - exact)) / 10,
         by="scope",
@@ -413,7 +413,7 @@ def test_no_format_alone_may_be_within_the_tolerance() -> None:
         with jax.named_scope("fine"):
             return far, x * 1.0625
 
-    found = jc.tune(fun, [(jnp.float32(1.0),)], 0.0, ["e5m2", "e3m4"], by="scope")
+    found = jc.tune(fun, ["e5m2", "e3m4"], [(jnp.float32(1.0),)], 0.0, by="scope")
     assert found.uniform is None and found.error == 0
     assert [(row.path, row.spec) for row in found.rows] == [("far", "float8_e5m2"), ("fine", "float8_e3m4")]
 
@@ -422,7 +422,7 @@ def test_a_loop_that_does_not_end_is_no_solution() -> None:
     def wait(t: jax.Array) -> jax.Array:
         return jax.lax.while_loop(lambda t: t < 2, lambda t: t + 0.25, t)
 
-    found = jc.tune(wait, [(jnp.float32(0.0),)], 0.5, ["e5m0", "e5m2"], max_turns=50, by="equation")
+    found = jc.tune(wait, ["e5m0", "e5m2"], [(jnp.float32(0.0),)], 0.5, max_turns=50, by="equation")
     assert [row.spec for row in found.rows] == ["float8_e5m2"]
 
 
@@ -431,7 +431,7 @@ def test_a_loop_that_does_not_end_is_no_solution() -> None:
     [
         ({"fun": 3}, TypeError, "fun=3"),
         ({"fun": jc.emulate(two_parts, "e4m3")}, TypeError, "emulated already"),
-        ({"inputs": X}, TypeError, "list of tuples"),
+        ({"inputs": X}, TypeError, "a list of arguments, as"),
         ({"inputs": []}, ValueError, "at least one"),
         ({"tolerance": -1.0}, ValueError, "tolerance=-1.0"),
         ({"tolerance": "x"}, TypeError, "tolerance='x'"),
@@ -455,7 +455,7 @@ def test_a_loop_that_does_not_end_is_no_solution() -> None:
 def test_wrong_arguments_are_named(changes: dict, error: type[Exception], text: str) -> None:
     given = {"fun": two_parts, "inputs": [(X,)], "tolerance": 0.1, "menu": ["e4m3", "e5m2"], **changes}
     with pytest.raises(error, match=text):
-        jc.tune(given.pop("fun"), given.pop("inputs"), given.pop("tolerance"), given.pop("menu"), **given)
+        jc.tune(given.pop("fun"), given.pop("menu"), given.pop("inputs"), given.pop("tolerance"), **given)
 
 
 @pytest.mark.parametrize(

@@ -378,8 +378,8 @@ def refusals_name_argument_value_and_remedy(name, kind):
 @each(
     ("x", "word"),
     [
-        (3, "int64"),
-        ([1, 2], "int64"),
+        (np.int64(3), "int64"),
+        (np.array([1, 2]), "int64"),
         (True, "bool"),
         (np.arange(3, dtype=np.uint8), "uint8"),
         (np.zeros(2, bool), "bool"),

@@ -90,7 +90,7 @@ def calls() -> Iterator[Call]:
     yield Call("emulate max_turns", lambda: jc.emulate(waiting, "bfloat16", max_turns=3)(jnp.array([1000.0])))
     for event in ("overflow", "nan", "invalid"):
         yield Call(f"emulate stop_at={event}", lambda e=event: jc.emulate(lambda x: jnp.log(x * 4e4) - x, "e5m10", stop_at=e)(X))
-        yield Call(f"report stop_at={event}", lambda e=event: str(jc.emulate(lambda x: jnp.log(x * 4e4) - x, "e5m10").report(X, stop_at=e)))
+        yield Call(f"report stop_at={event}", lambda e=event: jc.emulate(lambda x: jnp.log(x * 4e4) - x, "e5m10").report(X, stop_at=e).table(width=None))
     yield Call("emulate decorator", lambda: jc.emulate("bfloat16", rules={"first": None})(halves)(X))
     yield Call("emulate spec", lambda: jc.emulate(fun=halves, spec=jchop.formats.bfloat16)(X))
     for program in (emulate_cases.straight, softmax, network):
@@ -102,13 +102,13 @@ def calls() -> Iterator[Call]:
     yield from compared()
 
 
-WITHOUT_COLUMNS = {"Comparison", "LayerTuning", "PtqReport", "Report", "Sensitivity"}
-WITHOUT_JSON = {"Blame", "LayerTuning", "Tuning"}
+WITHOUT_COLUMNS = {"Comparison", "BitAllocation", "PtqReport", "Report", "Sensitivity"}
+WITHOUT_JSON = {"Blame", "BitAllocation", "Tuning"}
 
 
 def whole(report: Any) -> Any:
     """Text, dictionary, columns, JSON: all of a report. One class gives columns and JSON: digests have those of some."""
-    found = {"report": report, "text": str(report), "html": report._repr_html_() if hasattr(report, "_repr_html_") else ""}
+    found = {"report": report, "text": report.table(width=None) if hasattr(report, "table") else str(report), "html": report._repr_html_() if hasattr(report, "_repr_html_") else ""}
     kind = type(report).__name__
     for name in ("as_dict", "columns", "reading"):
         if hasattr(report, name) and not (name == "columns" and kind in WITHOUT_COLUMNS):
@@ -165,7 +165,7 @@ def tuned() -> Iterator[Call]:
         "impossible": {"tolerance": 1e-12},
     }.items():
         yield Call(f"tune {case}", lambda o=options: tune(**o), loose=True)
-    yield Call("Tuning.error", lambda: facts(jc.tune(halves, inputs, 1e-2, menu))["error"], loose=True)
+    yield Call("Tuning.error", lambda: facts(jc.tune(halves, menu, inputs, 1e-2))["error"], loose=True)
 
 
 def compared() -> Iterator[Call]:

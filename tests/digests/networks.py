@@ -169,12 +169,12 @@ def whole_models() -> Iterator[Call]:
         yield Call(f"nn.report {case}", lambda o=options: whole(n.report(Net(), jc.Rule(**a8), **o)), loose=True)
     seen = lambda **o: n.sensitivity(model=Net(), batches=[x], formats=["e4m3fn", "int4(group=16)"], **o)
     yield Call("nn.sensitivity", lambda: (lambda r: (whole(r), r.plot(title="mine")))(seen()), loose=True)
-    yield Call("nn.sensitivity options", lambda: whole(seen(tensors=("weight", "activation"), run=lambda m, x: m(x), rngs=rngs(), progress=lambda a, b: None)), loose=True)
+    yield Call("nn.sensitivity options", lambda: whole(seen(tensors=("weight", "activation"), call=lambda m, x: m(x), rngs=rngs(), progress=lambda a, b: None)), loose=True)
     loss = lambda model, x, y: jnp.mean((model(x) - y) ** 2)
-    tune = lambda **o: whole(n.tune(model=Net(), data=[(x, x[:, :4])], menu=["e2m1fn", "e4m3", "int8(group=all)"], loss=loss, **o))
+    tune = lambda **o: whole(n.allocate_bits(model=Net(), batches=[(x, x[:, :4])], menu=["e2m1fn", "e4m3", "int8(group=all)"], loss=loss, **o))
     for case, options in {"bits": {"bits": 6.0}, "bytes": {"bytes": 600}, "loss": {"bits": 6.0, "score": "loss"},
                           "groups": {"bits": 6.0, "groups": ("layers/*",), "layers": "layers/*"}}.items():
-        yield Call(f"nn.tune {case}", lambda o=options: tune(**o), loose=True)
+        yield Call(f"nn.allocate_bits {case}", lambda o=options: tune(**o), loose=True)
     params = {"dense": {"kernel": f32(coarse("kernel", (32, 8))), "bias": jnp.zeros(8)}}
     yield Call("nn.quantize_params", lambda: n.quantize_params(params=params, rules=jc.Rule("kernel", weight="int4(group=8,axis=0)")))
     yield Call("nn.quantize_params key", lambda: n.quantize_params(params, jc.Rule("kernel", weight="int4(group=8,axis=0):stochastic"), key=KEY))

@@ -43,9 +43,9 @@ def pictures() -> Iterator[Call]:
     p = jc.plot
     x = coarse("histogram", (400,))
     for text in ("e3m2fn", "fixed2.2", "posit6", "integer4", "e2m1fn"):
-        yield Call(f"plot.value_grid {text}", lambda t=text: p.value_grid(fmt=t))
+        yield Call(f"plot.value_grid {text}", lambda t=text: p.value_grid(formats=t))
         yield Call(f"plot.code_histogram {text}", lambda t=text: p.code_histogram(x=x, fmt=t))
-    yield Call("plot.value_grids", lambda: p.value_grids(formats=["e3m2fn", "e2m3fn"], title="mine"))
+    yield Call("plot.value_grid several", lambda: p.value_grid(formats=["e3m2fn", "e2m3fn"], title="mine"))
     yield Call("plot.code_histogram title", lambda: p.code_histogram(x, "e2m1fn", title="mine"))
     yield Call("plot.rounding_error", lambda: p.rounding_error(specs=["e3m2fn", "e2m3fn:up"], start=0.5, stop=4.0, points=101))
     yield Call("plot.rounding_error options", lambda: p.rounding_error("e3m2fn", 0.5, 4.0, relative=False, points=50, title="mine"))
@@ -59,11 +59,11 @@ def pictures() -> Iterator[Call]:
     low = lambda: jc.emulate(halves, "bfloat16")
     for title in ({}, {"title": "mine"}):
         case = "title" if title else "plain"
-        yield Call(f"plot.report {case}", lambda t=title: p.report(seen=low().report(X, trace_values=True), **t), loose=True)
-        yield Call(f"plot.blame {case}", lambda t=title: p.blame(seen=low().blame(X), **t, **({"most": 2} if t else {})), loose=True)
-        yield Call(f"plot.tune {case}", lambda t=title: p.tune(seen=jc.tune(halves, [(X,)], 1e-2, ["bfloat16", "tf32"]), **t), loose=True)
-        yield Call(f"plot.calibration {case}", lambda t=title: p.calibration(seen=jc.quantize_fn(mlp, jc.Rule(weight="int4(group=8)")).pack(layers()[0], batches=[layers()[1]], return_report=True)[1], **t), loose=True)
-        yield Call(f"plot.sensitivity {case}", lambda t=title: p.sensitivity(seen=jc.nn.sensitivity(Net(), [f32(coarse("net", (8, 32)))], ["e4m3fn", "e5m2"]), **t), loose=True)
+        yield Call(f"Report.plot {case}", lambda t=title: low().report(X, trace_values=True).plot(**t), loose=True)
+        yield Call(f"Blame.plot {case}", lambda t=title: low().blame(X).plot(**t), loose=True)
+        yield Call(f"Tuning.plot {case}", lambda t=title: jc.tune(halves, ["bfloat16", "tf32"], [(X,)], 1e-2).plot(**t), loose=True)
+        yield Call(f"PtqReport.plot {case}", lambda t=title: jc.quantize_fn(mlp, jc.Rule(weight="int4(group=8)")).pack(layers()[0], batches=[layers()[1]], return_report=True)[1].plot(**t), loose=True)
+        yield Call(f"Sensitivity.plot {case}", lambda t=title: jc.nn.sensitivity(Net(), ["e4m3fn", "e5m2"], [f32(coarse("net", (8, 32)))]).plot(**t), loose=True)
 
 
 def studies() -> Iterator[Call]:
@@ -73,16 +73,16 @@ def studies() -> Iterator[Call]:
     def trained() -> Any:
         result = s.run(dataset="wine", epochs=3, activations=True, **few)
         with folder() as where:
-            names = s.save(result=result, folder=where)
+            names = result.save(folder=where)
             data = {n: b for n, b in files_of(where).items() if n.endswith(".csv")}
-        return result, s.table(result=result), s.figure(result=result), sorted(f.name for f in names), data, result.cell(fmt="e5m2", rounding="stochastic"), facts(result)
+        return result, str(result), result.plot(), sorted(f.name for f in names), data, result.cell(fmt="e5m2", rounding="stochastic"), facts(result)
 
     def of_function() -> Any:
         result = s.run_function(halves, X, **few, budget_seconds=1e6)
         found = {"fields": result, "reading": result.reading(), "csv": result.to_csv(), "figure": result.plot(), "dict": sorted(result.as_dict())}
         found |= {"json": len(result.to_json(indent=1)) > 0, "html": "<table" in result.to_html()}
         with folder() as where:
-            names = s.save_function(result=result, folder=where)
+            names = result.save(folder=where)
             found["files"] = sorted(f.name for f in names)
         return found
 
@@ -90,8 +90,6 @@ def studies() -> Iterator[Call]:
     yield Call("study.run_function", of_function, loose=True)
     for name in ("DATASETS", "FORMATS", "MODES"):
         yield Call(f"study.{name}", lambda n=name: getattr(s, n))
-    fields = {"format": "a", "rounding": "up", "spec": "a:up", "bits": 8.0}
-    yield Call("study.FunctionRow", lambda: s.FunctionRow(**fields, runs=2, error=0.5, error_std=0.1, worst_absolute=1.0, lost=0.25, changed=0.5, note="n"))
 
 
 def command(*arguments: str, files: dict[str, Callable[[Any], Any]] | None = None) -> Any:

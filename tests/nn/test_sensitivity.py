@@ -42,7 +42,7 @@ def by_hand(rounded: tuple[int, ...], fmt: str) -> float:
 
 @pytest.fixture(scope="module")
 def found() -> jc.nn.Sensitivity:
-    return jc.nn.sensitivity(model(), [X[:8], X[8:]], ["e4m3fn", "integer8:saturate", "int4(group=all)"])
+    return jc.nn.sensitivity(model(), ["e4m3fn", "integer8:saturate", "int4(group=all)"], [X[:8], X[8:]])
 
 
 @further
@@ -75,11 +75,11 @@ def it_is_a_table_a_dict_and_a_picture(found: jc.nn.Sensitivity) -> None:
 
 
 def what_is_exact_or_lost_is_said() -> None:
-    same = jc.nn.sensitivity(model(), [X], ["binary32", "e5m2"], tensors=("activation",))
+    same = jc.nn.sensitivity(model(), ["binary32", "e5m2"], [X], tensors=("activation",))
     assert same.rows[0].snr == math.inf and "exact" in str(same)
     assert json.loads(same.to_json())["rows"][0]["snr"] == "inf"
     big = [jnp.asarray(X) * 1e4]
-    lost = jc.nn.sensitivity(model(), big, ["e4m3fn"], tensors=("activation", "weight"))
+    lost = jc.nn.sensitivity(model(), ["e4m3fn"], big, tensors=("activation", "weight"))
     assert lost.rows[0].snr == -math.inf and "lost" in str(lost)
 
 
@@ -89,7 +89,7 @@ def the_last_row_is_the_model_under_one_rule_which_leaves_norms() -> None:
     whole = nnx.Sequential(norm, nnx.Linear(8, 8, rngs=nnx.Rngs(3)))
     norm.scale[...] = jnp.exp(jax.random.normal(jax.random.key(5), (8,)))
     x = jax.random.normal(jax.random.key(4), (16, 8))
-    found = jc.nn.sensitivity(whole, [x], "int4(group=all)")
+    found = jc.nn.sensitivity(whole, "int4(group=all)", [x])
     y, z = whole(x), jc.nn.quantize(whole, jc.Rule(weight="int4(group=all)"))(x)
     wanted = 10 * math.log10(float((y**2).sum() / ((y - z) ** 2).sum()))
     rows = {row.path: row.snr for row in found.rows}
@@ -98,8 +98,8 @@ def the_last_row_is_the_model_under_one_rule_which_leaves_norms() -> None:
 
 
 def one_format_is_a_list_of_it() -> None:
-    one = jc.nn.sensitivity(model(), [X], "e5m2")
-    assert one.formats == ("float8_e5m2",) and one == jc.nn.sensitivity(model(), [X], ["e5m2"])
+    one = jc.nn.sensitivity(model(), "e5m2", [X])
+    assert one.formats == ("float8_e5m2",) and one == jc.nn.sensitivity(model(), ["e5m2"], [X])
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from jchop.__main__ import main
 from jchop._common.files import write_atomically
 from jchop.formats.rounding import Rounding
 from jchop.study import StudyResult
-from jchop.study._run import STUDY_FILES, ProgressBar, accuracy_summary
+from jchop.study._run import ProgressBar, StudyRow, accuracy_summary
 
 further = Further()
 
@@ -102,7 +102,7 @@ def overflow_to_nan_is_reported_as_nan() -> None:
     result = study.run("breast-cancer", formats=["e2m1fn(nans=top)"], modes=["rne"], epochs=1, activations=True)
     row = result.rows[0]
     assert math.isnan(row.cross_entropy) and row.accuracy < 1
-    assert " nan" in study.table(result)
+    assert " nan" in str(result)
 
 
 @further
@@ -113,15 +113,18 @@ def formats_come_by_bits_and_names_of_one_format_share_a_row() -> None:
     assert [row.bits for row in result.rows[::2]] == [4, 4.5, 16, 32]
     assert result.cell("half", "stochastic").also == ("binary16", "fp16")
     assert result.cell("fp16", "stochastic") is result.cell("half", "stochastic")
-    lines = study.table(result).splitlines()
-    assert [line.split("  ")[0] for line in lines[3:7]] == ["e2m1fn", "nvfp4", "half = binary16 = fp16", "fp32"]
+    lines = str(result).splitlines()
+    assert [line.split("  ")[0] for line in lines[2:6]] == ["e2m1fn", "nvfp4", "half = binary16 = fp16", "fp32"]
     assert "53 test samples, so one is 1.9 %; ± is the standard deviation over 2 rounding seeds." in lines
+
+
+STUDY_FILES = ["study.csv", "study.html", "study.json", "study.png"]
 
 
 def stored(
     name: str, bits: float, accuracy: float, accuracy_std: float, entropy: float, entropy_std: float, runs: int = 1
-) -> study.Row:
-    return study.Row(name, "down", f"{name}:down", bits, runs, accuracy, accuracy_std, entropy, entropy_std)
+) -> StudyRow:
+    return StudyRow(name, "down", f"{name}:down", bits, runs, accuracy, accuracy_std, entropy, entropy_std)
 
 
 def test_formats_with_the_same_figures_share_a_row() -> None:
@@ -132,16 +135,16 @@ def test_formats_with_the_same_figures_share_a_row() -> None:
         stored("d", 8, 0.5, 0.0, 0.7, 0.0),
     )
     result = StudyResult(rows, {"dataset": "wine"}, 0.5, 0.7, (), 9, 3, 2, 0.1, {})
-    lines = study.table(result).splitlines()
-    assert [line.split("  ")[0] for line in lines[3:6]] == ["a, b", "c", "d"]
-    labels = [label.get_text() for label in study.figure(result).axes[0].get_yticklabels()]
+    lines = str(result).splitlines()
+    assert [line.split("  ")[0] for line in lines[2:5]] == ["a, b", "c", "d"]
+    labels = [label.get_text() for label in result.plot().axes[0].get_yticklabels()]
     assert labels == ["a, b (4 bits)", "c (4 bits)", "d (8 bits)"]
 
 
 def test_the_picture_says_what_its_figures_are_of() -> None:
     rows = (stored("a", 4.25, 0.5, 0.125, 0.7, 0.5, runs=3), stored("b", 8, 0.25, 0.0, 90.0, 0.0))
     result = StudyResult(rows, {"dataset": "wine"}, 0.5, 0.7, (), 9, 3, 200, 0.1, {})
-    figure = study.figure(result)
+    figure = result.plot()
     assert figure.get_supxlabel() == (
         "200 test samples, so one is 0.5 %; ± is the standard deviation over 3 rounding seeds"
     )
@@ -280,8 +283,9 @@ def test_bad_arguments_are_refused_before_training() -> None:
 
 # -- files -------------------------------------------------------------------------------------------------------------
 def test_files_agree_with_the_result(wine: StudyResult, tmp_path: Path) -> None:
-    paths = study.save(wine, tmp_path / "new" / "folder")
-    assert [path.name for path in paths] == list(STUDY_FILES) == sorted(path.name for path in paths[0].parent.iterdir())
+    paths = wine.save(tmp_path / "new" / "folder")
+    names = [path.name for path in paths]
+    assert sorted(names) == STUDY_FILES == sorted(path.name for path in paths[0].parent.iterdir())
     with paths[0].open(newline="") as file:
         rows = list(csv.DictReader(file))
     stored = json.loads(paths[1].read_text())
@@ -298,9 +302,9 @@ def test_files_agree_with_the_result(wine: StudyResult, tmp_path: Path) -> None:
 
 
 def test_nan_is_nan_in_csv_and_null_in_json(tmp_path: Path) -> None:
-    row = study.Row("half", "down", "binary16:down", 16, 1, 0.5, 0.0, math.nan, math.nan)
+    row = StudyRow("half", "down", "binary16:down", 16, 1, 0.5, 0.0, math.nan, math.nan)
     result = StudyResult((row,), {"dataset": "wine"}, 0.5, 0.7, (), 9, 3, 2, 0.1, {})
-    table, data, _ = study.save(result, tmp_path)
+    table, data, *_ = result.save(tmp_path)
     assert table.read_text().splitlines()[1].endswith(",nan,nan,")
     assert json.loads(data.read_text())["rows"][0]["cross_entropy"] is None
     assert accuracy_summary(result).startswith("Unrounded accuracy 50.0 %; half (16 bits) is the narrowest")
@@ -329,11 +333,11 @@ def the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = "study --dataset wine --epochs 2 --seeds 2 --modes rne,sr --formats q43 fp32, codebook(-1,0,1)"
     assert main([*words.split(), "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr()
-    assert [line.split()[0] for line in printed.out.splitlines()[3:6]] == ["codebook(-1,0,1)", "q43", "fp32"]
+    assert [line.split()[0] for line in printed.out.splitlines()[2:5]] == ["codebook(-1,0,1)", "q43", "fp32"]
     assert "Mean cross-entropy" in printed.out and "±" in printed.out
     assert str(tmp_path / "out" / "study.png") in printed.out
     assert "training" in printed.err and "6/6  fp32 stochastic" in printed.err
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(STUDY_FILES)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == STUDY_FILES
 
 
 def test_the_command_needs_a_folder_before_it_works(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop._common.checks import check, check_instance, check_int
-from jchop._common.text import RowReport, TableOrLine
+from jchop._common.text import PictureReport, TableOrLine
 from jchop._emulate.emulate import round_on_entry, seeds_of_call
 from jchop._emulate.paired import paired_run
 from jchop._emulate.paired.measure import as_double_precision
@@ -33,8 +33,9 @@ from jchop._program.step import user_line
 Array = jax.Array
 #: A `while` loop of more turns is an error without a limit; an adaptive solver of an ODE takes about 0.1 s for a turn.
 _MOST_BLAME_TURNS = 1000
-#: A rest that is larger than the error is doubtful if it is also more than this part of the largest contribution.
-_DOUBTFUL_REST = 0.01
+#: A rest of more than the first part of the error is named, if it is also more than the second part of the largest
+#: contribution.
+_NAMED_REST, _DOUBTFUL_REST = 0.2, 0.01
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class BlameRow(PlacedRow):
 
 
 @dataclass(frozen=True)
-class Blame(RowReport):
+class Blame(PictureReport):
     """The result of `jchop.EmulatedFunction.blame`; its ``str`` is a table.
 
     Args:
@@ -84,7 +85,7 @@ class Blame(RowReport):
         reference: the output of the program in the carrier; NaN for arrays without ``output=``.
         unexplained: the part of the error that no row has.
         notes: sentences about stopped loops, about a path that the carrier alone would not take, and about an
-            `unexplained` that is larger than the error.
+            `unexplained` of more than 20 % of the error.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -100,7 +101,8 @@ class Blame(RowReport):
     unexplained: float
     notes: tuple[str, ...] = ()
 
-    _align = "<<<>>>><"
+    _align, _optional = "<<<>>>><", ("equations", "scope", "rms")
+    _picture, _title = "draw_blame", "Where the error comes from"
 
     def _parts(self) -> Iterator[TableOrLine]:
         head = ("scope", "primitive", "spec", "equations", "rms", "contribution", "share", "source")
@@ -146,7 +148,7 @@ def blame(
         **kwargs: keyword arguments of the function.
 
     Returns:
-        A `Blame`; its ``str`` is a table, ``columns()`` its columns, ``jchop.plot.blame(it)`` a figure.
+        A `Blame`; its ``str`` is a table, ``columns()`` its columns, ``plot()`` a figure.
 
     Raises:
         TypeError: for a function that `emulate` did not make, traced arguments, or an `output` that gives no number.
@@ -161,7 +163,7 @@ def blame(
         >>> [(row.primitive, round(row.contribution, 4)) for row in found.rows]
         [('reduce_sum', -0.25), ('argument [0]', 0.0556), ('mul', -0.0156), ('sub', 0.0)]
     """
-    low, args = emulated_call("low", low, args)
+    low, args = emulated_call("low", low, args, kwargs)
     check_instance("output", output, Callable | None, "a function of the result, or None")
     limit = max_turns if max_turns is not None else low.settings.max_turns
     most_turns = check_int("max_turns", _MOST_BLAME_TURNS if limit is None else limit, 1, (1 << 32) - 1)
@@ -207,10 +209,12 @@ def _blame_notes(diverges: bool, error: float, value: float, rest: float, rows: 
     # Where parts cancel to almost nothing, a small rest of them is no reason to doubt them, nor are the carrier's own
     # rounding errors. The value may be NaN, which is no maximum in the last place.
     largest = max((abs(row.contribution) for row in rows), default=0.0)
-    if abs(rest) > max(abs(error), _DOUBTFUL_REST * largest, float(jnp.finfo(jnp.result_type(float)).eps) * abs(value)):
+    least = max(_DOUBTFUL_REST * largest, float(jnp.finfo(jnp.result_type(float)).eps) * abs(value))
+    if abs(rest) > max(_NAMED_REST * abs(error), least):
+        part = "a part larger than the error" if abs(rest) > abs(error) else f"{abs(rest / error):.0%} of the error"
         yield (
-            "the part that no row explains is larger than the error, so the rows do not describe this error; blame "
-            "fewer turns of loops, or take a format with more digits"
+            f"no row explains {part}: between the two runs the program is far from linear, or jumps; blame fewer turns "
+            "of loops, or take a format with more digits"
         )
 
 

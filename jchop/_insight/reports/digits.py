@@ -17,8 +17,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from jchop._common.checks import check, check_float, check_instance, check_int
-from jchop._common.text import TableOrLine, Tables, plain_data
+from jchop._common.checks import call_hint, check, check_float, check_instance, check_int
+from jchop._common.text import RowReport, TableOrLine, plain_data
 from jchop._emulate.emulate import EmulatedFunction, call_seeds, round_on_entry
 from jchop._emulate.paired.paired_run import MOST_REPORT_TURNS, SILENT_KINDS, step_label, walk_sources
 from jchop._emulate.rules.interpret import EagerRunner, round_operands
@@ -26,7 +26,7 @@ from jchop._emulate.rules.rules import EXACT, Settings, is_carrier_float, make_s
 from jchop._emulate.rules.run_task import EmulatedStep
 from jchop._emulate.rules.trace import EmulatedProgram, trace_program
 from jchop._insight.reports.report import PlacedRow, refuse_tracers, unbind_method
-from jchop._program.control import COMPARISONS, as_jax_value, copy_if_reference, where_active
+from jchop._program.control import as_jax_value, copy_if_reference, where_active
 from jchop._program.lanes import (
     LaneRunner,
     align_shard_axes,
@@ -39,6 +39,7 @@ from jchop._program.lanes import (
 from jchop._program.run import interpret
 from jchop._program.seeds import Seeds
 from jchop._program.step import ProgramPlan, user_line
+from jchop._program.stopped_loops import COMPARISONS
 from jchop._round.arguments import check_key
 from jchop._spec.spec import SpecLike
 from jchop.formats import FloatFormat
@@ -85,7 +86,7 @@ class Instability(PlacedRow):
 
 
 @dataclass(frozen=True)
-class SignificantDigits(Tables):
+class SignificantDigits(RowReport):
     """The result of `jchop.significant_digits`; its ``str`` is a table.
 
     Args:
@@ -113,7 +114,7 @@ class SignificantDigits(Tables):
     instabilities: tuple[Instability, ...] = ()
     notes: tuple[str, ...] = ()
 
-    _align = "<><<<"
+    _align, _rows_field = "<><<<", "instabilities"
 
     @property
     def worst(self) -> float:
@@ -159,6 +160,7 @@ def _strict_json(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+@call_hint("jchop.significant_digits(fun, x, key=jax.random.key(0))")
 def significant_digits(
     fun: Callable[..., Any],
     *args: Any,
@@ -291,7 +293,7 @@ def _measure_digits(
     sample_run = _SampleRun(measure, max_turns, range(samples))
     results = interpret(sample_run, program.plan, [e[2] for e in entries], values, constants)
     for note in dict.fromkeys(sample_run.notes):
-        warnings.warn(note, RuntimeWarning, stacklevel=3)
+        warnings.warn(note, RuntimeWarning, stacklevel=4)
     is_key = [jnp.issubdtype(as_jax_value(many[0]).dtype, jax.dtypes.extended) for many in results]
     facts = [(None,) * 3 if key else measure.facts(many) for key, many in zip(is_key, results, strict=True)]
     digits, mean, spread = (jax.tree.unflatten(program.tree, [fact[i] for fact in facts]) for i in range(3))

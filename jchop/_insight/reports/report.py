@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import math
 import os
 import warnings
@@ -16,7 +18,7 @@ import jax.core
 import numpy as np
 
 from jchop._common.checks import check_bool, check_choice, check_instance, check_int
-from jchop._common.text import RowReport, TableOrLine, plain_data
+from jchop._common.text import PictureReport, TableOrLine, plain_data
 from jchop._emulate.emulate import EmulatedFunction, round_on_entry, seeds_of_call
 from jchop._emulate.paired.measure import Event, Measure
 from jchop._emulate.paired.paired_run import (
@@ -58,10 +60,19 @@ class PlacedRow:
         return plain_data({name: vars(value) if isinstance(value, Event) else value for name, value in values.items()})
 
 
-def emulated_call(name: str, fun: Any, args: tuple[Any, ...]) -> tuple[EmulatedFunction, tuple[Any, ...]]:
+def emulated_call(name: str, fun: Any, args: tuple[Any, ...], kwargs: Any) -> tuple[EmulatedFunction, tuple[Any, ...]]:
     """An emulated function and its arguments; those of a method begin with its object."""
     fun, args = unbind_method(fun, args)
-    return check_instance(name, fun, EmulatedFunction, "a function that jchop.emulate returned"), args
+    check_instance(name, fun, EmulatedFunction, "a function that jchop.emulate returned")
+    if not args and not kwargs:
+        with contextlib.suppress(ValueError):  # of a function without a signature
+            needed = [p.name for p in inspect.signature(fun.fun).parameters.values() if p.default is p.empty]
+            if needed:
+                arguments = ", ".join(needed)
+                raise TypeError(
+                    f"the function takes {arguments}; write low.report({arguments}), as low.blame({arguments})"
+                )
+    return fun, args
 
 
 def unbind_method(fun: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
@@ -140,7 +151,7 @@ class ReportRow(PlacedRow):
 
 
 @dataclass(frozen=True)
-class Report(RowReport):
+class Report(PictureReport):
     """The result of `EmulatedFunction.report`; its ``str`` is a table, with the notes below.
 
     Args:
@@ -156,6 +167,10 @@ class Report(RowReport):
     reference: str = "carrier"
     stopped: str = ""
     notes: tuple[str, ...] = ()
+
+    _picture, _title = "draw_report", "Where the digits go"
+    _optional = ("cancelled_mean", "equations", "smallest", *(f"first_{event}" for event in EVENTS), "invalid",
+        "infinities", "cancelled", "scope", "sums", "underflows", "results")  # fmt: skip
 
     @property
     def operations(self) -> int:
@@ -260,7 +275,7 @@ def report(
         >>> str(seen.rows[0].first_overflow)
         '[1]'
     """
-    fun, args = emulated_call("fun", fun, args)
+    fun, args = emulated_call("fun", fun, args, kwargs)
     trace_values = check_bool("trace_values", trace_values) or reference is not None or stop_at is not None
     if stop_at is not None:
         check_choice("stop_at", stop_at, EVENTS)

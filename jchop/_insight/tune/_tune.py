@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jchop._common.checks import check, check_choice, check_float, check_instance, check_int
-from jchop._common.text import RowReport, TableOrLine, plain_data
+from jchop._common.checks import call_hint, check, check_choice, check_float, check_instance, check_int, short_repr
+from jchop._common.text import PictureReport, TableOrLine, plain_data
 from jchop._emulate.emulate import EmulatedFunction
 from jchop._emulate.rules.rules import ArithmeticChoice
 from jchop._insight.reports.report import refuse_tracers, unbind_method
 from jchop._insight.tune import _problem
 from jchop._insight.tune._search import AssignmentSearch, Trial
+from jchop._quantized.program.call import batch_arguments
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec, SpecLike, as_spec
 from jchop.formats import FloatFormat
@@ -61,7 +62,7 @@ class TuningPoint:
 
 
 @dataclass(frozen=True)
-class Tuning(RowReport):
+class Tuning(PictureReport):
     """The result of `jchop.tune`; its ``str`` is a table.
 
     Args:
@@ -85,7 +86,7 @@ class Tuning(RowReport):
         ...     with jax.named_scope("root"):
         ...         y = jnp.sqrt(x)
         ...     return y - 1.0
-        >>> found = jc.tune(f, [(jnp.float32(1.1),)], 0.05, ["bfloat16", "e4m3"])
+        >>> found = jc.tune(f, ["bfloat16", "e4m3"], [(jnp.float32(1.1),)], 0.05)
         >>> [(row.path, row.spec) for row in found.rows], found.error <= 0.05
         ([('root', 'bfloat16'), ('/', 'bfloat16')], True)
     """
@@ -103,7 +104,8 @@ class Tuning(RowReport):
     compiled: bool
     notes: tuple[str, ...] = ()
 
-    _align = "<<>>>>"
+    _align, _optional = "<<>>>>", ("equations", "results")
+    _picture, _title = "draw_tuning", "Formats within a tolerance"
 
     @property
     def error(self) -> float:
@@ -139,16 +141,17 @@ MenuOption = SpecLike | tuple[SpecLike | None, MatmulSpec] | None
 CostFunction = Callable[[Mapping[str, Any]], float]
 
 
+@call_hint("jchop.tune(fun, ['bfloat16', 'tf32'], [(x,)], 1e-3)")
 def tune(
     fun: Callable[..., Any],
-    inputs: Sequence[tuple[Any, ...]],
-    tolerance: float,
     menu: Sequence[MenuOption],
+    inputs: Sequence[Any],
+    tolerance: float,
     *,
     cost: Literal["bits", "bytes"] | CostFunction = "bits",
     by: Literal["scope", "equation"] = "scope",
     metric: Literal["relative", "absolute", "largest"] | _problem.ErrorMetric = "relative",
-    held_out: Sequence[tuple[Any, ...]] = (),
+    held_out: Sequence[Any] = (),
     evaluations: int = 2000,
     seconds: float | None = None,
     max_turns: int = 10_000,
@@ -174,10 +177,11 @@ def tune(
 
     Args:
         fun: a function that JAX can trace.
-        inputs: its arguments: a list of tuples. Few shapes are best, since each compiles a program.
-        tolerance: the largest error allowed, as `metric` gives it.
         menu: two formats or more: `Spec`, format or text; None is the carrier, without rounding. No stochastic ones.
             A pair ``(format, MatmulSpec)`` also has a rule for sums and matrix products: their accumulator and order.
+        inputs: a list of its arguments: tuples, or the only argument. Few shapes are best, since each compiles a
+            program.
+        tolerance: the largest error allowed, as `metric` gives it.
         cost: ``"bits"``, the mean of the sites' bits; ``"bytes"``, the bytes of the results of all sites; or a function
             of a mapping from the path of each site to its spec, or its pair of the menu. Default ``"bits"``. If the
             menu has rules of sums, the bits of a site with sums are the mean of its format's and its accumulator's;
@@ -211,7 +215,7 @@ def tune(
         ...     with jax.named_scope("squares"):
         ...         return jnp.sum((x - mean) ** 2) / x.size
         >>> x = jnp.linspace(99.0, 101.0, 16)
-        >>> found = jc.tune(variance, [(x,)], 1e-2, ["e8m4", "e8m7", "e8m16"])
+        >>> found = jc.tune(variance, ["e8m4", "e8m7", "e8m16"], [(x,)], 1e-2)
         >>> [(row.path, row.spec) for row in found.rows]
         [('mean', 'e8m4'), ('squares', 'e8m7')]
         >>> low = jc.emulate(variance, None, rules=found.rules)
@@ -252,11 +256,11 @@ def _as_tuning_inputs(fun: Any, inputs: Any, held_out: Any) -> tuple[Any, list[A
         raise TypeError(f"fun={fun!r} is emulated already; pass the function itself, and its formats in menu")
     check_instance("fun", fun, Callable, "a function")
     for name, value in (("inputs", inputs), ("held_out", held_out)):
-        if not isinstance(value, Sequence) or not all(isinstance(args, tuple | list) for args in value):
-            raise TypeError(f"{name} must be a list of tuples of arguments, as [(x,), (y,)], not {value!r}")
-    check(inputs, "inputs=[] must have at least one tuple of arguments")
+        if not isinstance(value, list | tuple):
+            raise TypeError(f"{name}={short_repr(value)} must be a list of arguments, as [(x, y), (x2, y2)] or [x, x2]")
+    check(inputs, "inputs=[] must have at least one")
     refuse_tracers("tune", (list(inputs), list(held_out)))
-    return fun, [tuple(args) for args in inputs], [tuple(args) for args in held_out]
+    return fun, list(map(batch_arguments, inputs)), list(map(batch_arguments, held_out))
 
 
 def _as_menu(menu: Any) -> tuple[ArithmeticChoice, ...]:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jchop._common.checks import call_hint
 from jchop._common.settings import always_jit
 from jchop._program.bind import straight_through
 from jchop._quantized.products.codes import CodedArray, check_code_format, encode_operand, expand_codes
@@ -25,6 +26,7 @@ from jchop.storage._codes import batch_axes, spec_of_part
 Array = jax.Array
 
 
+@call_hint("jchop.dot(x, w) of codes, or jchop.math.dot(x, w, 'bfloat16') of floats in an arithmetic")
 def dot(x: Any, w: Any, *, dtype: Any = None) -> Array:
     """The product of the last axis of `x` and the last but one of `w`, of codes where an operand is stored.
 
@@ -54,6 +56,7 @@ def dot(x: Any, w: Any, *, dtype: Any = None) -> Array:
     return einsum(f"{letters}y,yz->{letters}z", x, w, dtype=dtype)
 
 
+@call_hint("jchop.einsum(subscripts, x, w) of codes, or jchop.math.einsum(subscripts, x, w, spec) of floats")
 def einsum(subscripts: str, x: Any, w: Any, *, dtype: Any = None) -> Array:
     """`jax.numpy.einsum` of two arrays, of codes where an operand is stored.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from jchop._common.checks import check_choice
-from jchop._common.text import TableOrLine, Tables
+from jchop._common.text import RowReport, TableOrLine
 from jchop._quantized.products.codes import float8_operand_dtype
 from jchop._quantized.products.rule import Rule
 from jchop._spec.spec import Spec
@@ -149,7 +149,7 @@ class ProductRow:
 
 
 @dataclass(frozen=True)
-class ProgramReport(Tables):
+class ProgramReport(RowReport):
     """The rows of a program; as text, two tables.
 
     Args:
@@ -159,6 +159,8 @@ class ProgramReport(Tables):
 
     parameters: tuple[ParameterRow, ...]
     products: tuple[ProductRow, ...]
+
+    _rows_field, _optional = "parameters", ("scope", "shape")
 
     @property
     def rounded_share(self) -> float:
@@ -170,9 +172,7 @@ class ProgramReport(Tables):
     def _parts(self) -> list[TableOrLine]:
         parameters = [("parameter", "shape", "used by", "rounded to", "source")]
         for row in self.parameters:
-            short = len(row.spec) <= _WIDEST_SPEC
-            spec = row.spec if short else f"{row.spec[: _WIDEST_SPEC // 2]}...{row.spec[-_WIDEST_SPEC // 2 :]}"
-            how = spec or (f"as it is: {row.reason}" if row.reason else "as it is")
+            how = row.spec or (f"as it is: {row.reason}" if row.reason else "as it is")
             shape = "×".join(map(str, row.shape))
             parameters.append((row.path, shape, row.primitive, how, os.path.basename(row.source)))
         has_operands = any(row.operands for row in self.products)
@@ -184,7 +184,3 @@ class ProgramReport(Tables):
             products.append((row.primitive, of, rounds, row.scope, os.path.basename(row.source), *own))
         notes = list(dict.fromkeys(row.note for row in self.products if row.note))
         return [parameters, "", products, *(["", *notes] if notes else [])]
-
-
-#: A codebook names each of its levels.
-_WIDEST_SPEC = 60

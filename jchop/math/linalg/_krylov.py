@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.extend.core import Literal as JaxprLiteral
 
 from jchop._common.bit_ops import CARRIERS, enable_x64_for
-from jchop._common.checks import check_choice, check_int
+from jchop._common.checks import call_hint, check_choice, check_int
 from jchop._core.matmul.operations import operation_carrier
 from jchop._emulate.rules.functions import carrier_frexp
 from jchop._emulate.rules.linalg import SpecArithmetic, factor_lu, solve_with_factors, substitute_triangular
@@ -454,6 +454,7 @@ class _RefinementPlan:
     inner: int
 
 
+@call_hint("refine(a, b, factor='binary16', working='binary32', residual='binary64')")
 def refine(
     a: Any,
     b: Any,

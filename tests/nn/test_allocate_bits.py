@@ -1,4 +1,4 @@
-"""`jc.nn.tune`: formats of layers under a budget, against all choices, and against single formats on digits."""
+"""`jc.nn.allocate_bits`: formats of layers under a budget, against all choices and single formats on digits."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def fisher(model: Any, data: Any, number: int, text: str) -> float:
 
 def by_definition(model: Any, data: Any) -> None:
     """Scores by their definition, and the choice among all."""
-    found = jc.nn.tune(model, data, MENU, loss=squares, bits=4.7)
+    found = jc.nn.allocate_bits(model, MENU, data, loss=squares, bits=4.7)
     sizes = [layer.kernel[...].size for layer in model.layers[::2]]
     scores = [[fisher(model, data, i, text) for text in MENU] for i in range(3)]
     costs = [
@@ -108,7 +108,7 @@ def test_scores_by_the_loss_and_ratios_of_inputs_are_those_of_one_layer_alone() 
     model, draw = Shifted(), np.random.default_rng(0)
     x, y = (jnp.asarray(draw.normal(size=(5, size)), "float32") for size in (4, 2))
     menu = [None, jc.Rule(weight="int4(group=all)", activation="e4m3")]
-    found = jc.nn.tune(model, [(x, y)], menu, loss=squares, bits=12, score="loss")
+    found = jc.nn.allocate_bits(model, menu, [(x, y)], loss=squares, bits=12, score="loss")
     before = {"down": model.up(x), "up": x}
     assert [row.path for row in found.rows] == [*before] and len(found.rules) == 2
     for row, rule in zip(found.rows, found.rules, strict=True):
@@ -124,7 +124,7 @@ def test_scores_by_the_loss_and_ratios_of_inputs_are_those_of_one_layer_alone() 
 def groups_agree_and_other_tensors_have_ratios(problem: Any) -> None:
     model, data = problem
     menu = [jc.Rule(weight="e2m1fn", activation="e4m3"), None]
-    found = jc.nn.tune(model, data[:1], menu, loss=squares, bits=24, groups=["layers/{0,2}"])
+    found = jc.nn.allocate_bits(model, menu, data[:1], loss=squares, bits=24, groups=["layers/{0,2}"])
     first, second, third = found.rows
     assert first.group == second.group != third.group and first.option == second.option
     assert found.bits <= 24 and {"carrier"} < {row.option for row in found.rows}
@@ -175,12 +175,14 @@ def test_every_layer_that_is_packed_has_a_row_or_is_named(name: str) -> None:
 
     if "Norm" in name:
         with pytest.raises(ValueError, match=rf"layers='\*' matches no layer .*, only 'layer' \({name}\)"):
-            jc.nn.tune(model, [(x,)], WHOLE, loss=loss, bits=30)
+            jc.nn.allocate_bits(model, WHOLE, [(x,)], loss=loss, bits=30)
         return
     if name == "RNN":
         with pytest.raises(ValueError, match=r"the calls of 'layer/cell/dense_h', 'layer/cell/dense_i' are within"):
-            jc.nn.tune(model, [(x,)], WHOLE, loss=loss, bits=30)
-    rows = jc.nn.tune(model, [(x,)], WHOLE, loss=loss, bits=30, score="loss" if name == "RNN" else "fisher").rows
+            jc.nn.allocate_bits(model, WHOLE, [(x,)], loss=loss, bits=30)
+    rows = jc.nn.allocate_bits(
+        model, WHOLE, [(x,)], loss=loss, bits=30, score="loss" if name == "RNN" else "fisher"
+    ).rows
     assert {row.path for row in rows} == packed_in(model)
     assert all(row.score if name == "RNN" else row.score > 0 for row in rows)
     assert all(np.isnan(row.output_snr) if name == "RNN" else 20 < row.output_snr < 80 for row in rows)
@@ -203,7 +205,7 @@ def scores_of_the_last_layer_are_twice_its_part_in_a_divergence(make: Any, shape
     x = jax.random.normal(jax.random.key(1), shape)
     y = model(x)
     labels = y + jax.random.normal(jax.random.key(2), y.shape)
-    found = jc.nn.tune(model, [(x, labels)], WHOLE, loss=half_squares, bits=30)
+    found = jc.nn.allocate_bits(model, WHOLE, [(x, labels)], loss=half_squares, bits=30)
     assert {row.path for row in found.rows} == packed_in(model)
     for row in found.rows:
         alone = jc.nn.quantize(model, jc.Rule(f"/{row.path}/", weight=row.option))
@@ -233,20 +235,20 @@ class Mixed(nnx.Module):
 
 def notes_name_what_has_no_format_and_what_is_not_called() -> None:
     model, data = Mixed(nnx.Rngs(0)), [(jnp.ones((2, 5, 4)), jnp.zeros((2, 5, 4)))]
-    found = jc.nn.tune(model, data, WHOLE, loss=squares, bits=30)
+    found = jc.nn.allocate_bits(model, WHOLE, data, loss=squares, bits=30)
     assert [row.path for row in found.rows] == ["head", "spare", "up"]
     assert found.notes[-2:] == (
         "without a format, and not in the budget: 'norm' (LayerNorm), '' (Mixed)",
         "not called by the loss, so without a ratio: 'spare'",
     )
-    assert not jc.nn.tune(model, data, WHOLE, loss=squares, bits=30, layers="{head,up}").notes
+    assert not jc.nn.allocate_bits(model, WHOLE, data, loss=squares, bits=30, layers="{head,up}").notes
     with pytest.raises(ValueError, match="the calls of 'head', 'up' are within a transformation of JAX"):
-        jc.nn.tune(model, data, WHOLE, loss=jax.jit(lambda *args: squares(*args)), bits=30, layers="{head,up}")
+        jc.nn.allocate_bits(model, WHOLE, data, loss=jax.jit(lambda *args: squares(*args)), bits=30, layers="{head,up}")
 
 
 def both_products_of_an_embedding_count() -> None:
     model, x, y = Tied(nnx.Rngs(0)), jnp.arange(7), jnp.zeros((7, 7))
-    found = jc.nn.tune(model, [(x, y)], WHOLE, loss=half_squares, bits=16)
+    found = jc.nn.allocate_bits(model, WHOLE, [(x, y)], loss=half_squares, bits=16)
     table = model.embed.embedding[...]
     h = jnp.tanh(table)
     error = h @ (jc.round_to_format(table, found.rows[0].option) - table).T
@@ -283,7 +285,7 @@ def groups_and_notes(check: Any, request: Any) -> None:
         ({"groups": ["heads/*"]}, ValueError, "heads"),
         ({"layers": "heads"}, ValueError, "heads"),
         ({"loss": 3}, TypeError, "loss=3"),
-        ({"data": []}, TypeError, "data"),
+        ({"data": []}, ValueError, "batches: there must be"),
         ({"model": {}}, TypeError, "model"),
     ],
 )
@@ -291,7 +293,7 @@ def test_wrong_arguments_are_named(problem: Any, changes: dict, error: type[Exce
     model, data = problem
     given = {"model": model, "data": data, "menu": MENU, "loss": squares, "bits": 4.7, **changes}
     with pytest.raises(error, match=text):
-        jc.nn.tune(given.pop("model"), given.pop("data"), given.pop("menu"), **given)
+        jc.nn.allocate_bits(given.pop("model"), given.pop("menu"), given.pop("data"), **given)
 
 
 def divergence(model: Any, x: jax.Array, p: jax.Array) -> jax.Array:
@@ -358,7 +360,7 @@ def on_digits(score: Any, between: Any, bits: float) -> None:
     labels = drawn if score == "fisher" else p
     menu = ["int3", "int4", "int5", "int6", "int8"]
     mixes = {
-        budget: jc.nn.tune(model, [(x[:600], labels[:600])], menu, loss=divergence, bits=budget, score=score)
+        budget: jc.nn.allocate_bits(model, menu, [(x[:600], labels[:600])], loss=divergence, bits=budget, score=score)
         for budget in {4.5, bits}
     }
     found = mixes[bits]
