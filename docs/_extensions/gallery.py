@@ -273,8 +273,8 @@ def report(app: Any) -> None:
 
 
 def not_edited(app: Any, name: str, template: str, context: dict[str, Any], tree: Any) -> None:
-    """No link to edit a page that a build writes."""
-    if name.startswith(f"{FOLDER.name}/"):
+    """No link to edit a page that a build writes, of the gallery or of the reference."""
+    if name.startswith((f"{FOLDER.name}/", "reference/")):
         context["page_source_suffix"] = ""
 
 

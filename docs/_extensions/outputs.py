@@ -20,7 +20,7 @@ import processes
 
 BLOCK = re.compile(r"^```python\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 RESULT = re.compile(r"^( *)(\S.*?)  # -> (.*)$", re.MULTILINE)
-WIDTH = 88  # characters of a line of code that a page shows whole
+WIDTH = 42  # characters of a line of code that a phone shows whole
 
 
 def programs(text: str) -> list[str]:
