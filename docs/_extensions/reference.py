@@ -38,7 +38,7 @@ GIVEN = {"QuantizedFunction": "StoredAs"}
 #: Room or module -> the page on which its names stand, if that is not its own.
 PAGES = {"_round": "rounding", "_spec": "rounding", "dict": "rounding", "_serving": "quantized",
          "_checkpoints": "storage", "study.network": "study"} | dict.fromkeys(COMPAT, "compat")  # fmt: skip
-#: Page -> its title, and the pages that explain it. A page without a row has the name of its module.
+#: Page -> its title, and the pages that explain it. A page without a row has the name of its module or room.
 TITLES = {
     "rounding": ("Rounding and specifications", "numerics.md", "formats.md"),
     "formats": ("Formats", "formats.md"),
@@ -195,7 +195,8 @@ def summary(thing: Any) -> str:
 
 
 def page_text(page: str, names: dict[str, Any]) -> str:
-    title, *guides = TITLES.get(page, (f"`jchop.{page}`",))
+    module = importlib.util.find_spec(f"jchop.{page}")
+    title, *guides = TITLES.get(page, (f"`jchop.{page}`" if module else page.capitalize(),))
     parts = [f"# {title}"]
     if guides:
         parts.append("Explained in " + ", ".join(f"[](../{guide})" for guide in guides) + ".")
