@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import ModuleType
@@ -85,6 +86,23 @@ def test_waiting_takes_no_processor_time_and_a_program_that_hangs_is_stopped(tmp
     start = time.monotonic()
     ended = processes.run([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path, idle=1)
     assert "no processor time for 1 s" in ended.fault and time.monotonic() - start < 30
+
+
+def test_an_interrupt_stops_the_programs_that_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "STOPPED", threading.Event())
+    faults = []
+    both = threading.Barrier(2)
+
+    def attempt(seconds: int) -> None:
+        both.wait()
+        if not seconds:
+            raise KeyboardInterrupt
+        faults.append(processes.run([sys.executable, "-c", f"import time; time.sleep({seconds})"], tmp_path).fault)
+
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        processes.each(attempt, [0, 60])
+    assert faults == ["the build was stopped"] and time.monotonic() - start < 30
 
 
 def test_outputs_stand_below_their_programs(tmp_path: Path) -> None:

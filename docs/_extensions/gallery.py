@@ -16,7 +16,6 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -247,8 +246,7 @@ def build(chosen: list[Example], to_run: bool) -> list[str]:
             return None
 
     (FOLDER / "thumbnails").mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(processes.WORKERS) as pool:
-        outputs = dict(zip(chosen, pool.map(attempt, chosen), strict=True))
+    outputs = dict(zip(chosen, processes.each(attempt, chosen), strict=True))
     for example, output in outputs.items():
         files = [FOLDER / f"{example.script}.{suffix}" for suffix in ("md", "ipynb")]
         if output is None:

@@ -12,7 +12,6 @@ import json
 import re
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +91,7 @@ def run_pages(app: Any, env: Any, *given: Any) -> list[str]:
             (log.info if absent else log.warning)("%s", error)
             return []
 
-    with ThreadPoolExecutor(processes.WORKERS) as pool:
-        outputs = dict(zip(pages, pool.map(attempt, pages), strict=True))
+    outputs = dict(zip(pages, processes.each(attempt, pages), strict=True))
     before, env.page_outputs = getattr(env, "page_outputs", {}), outputs
     return [page for page in outputs if before.get(page) != outputs[page]]
 

@@ -8,12 +8,18 @@ import os
 import signal
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 ROOT = Path(__file__).resolve().parents[2]
+STOPPED = threading.Event()
+T = TypeVar("T")
+R = TypeVar("R")
 WORKERS = 2  # programs at once
 LIMIT, IDLE = 300.0, 300.0  # seconds of processor time; seconds in which a program takes none, so that it hangs
 
@@ -35,6 +41,16 @@ def run(command: Sequence[str], folder: Path, limit: float = LIMIT, idle: float 
         for file in (output, errors):
             file.seek(0)
         return Ended(output.read(), errors.read(), fault)
+
+
+def each(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """The results of a function that runs programs, some at once. An interrupt stops those that run."""
+    with ThreadPoolExecutor(WORKERS) as pool:
+        try:
+            return list(pool.map(function, items))
+        except BaseException:
+            STOPPED.set()
+            raise
 
 
 def cpu_seconds(session: int) -> float:
@@ -66,7 +82,9 @@ def _watch(process: subprocess.Popen[bytes], limit: float, idle: float) -> str:
         except subprocess.TimeoutExpired:
             before, used = used, cpu_seconds(process.pid)
         changed = time.monotonic() if used > before else changed
-        if used - start > limit:
+        if STOPPED.is_set():
+            fault = "the build was stopped"
+        elif used - start > limit:
             fault = f"it took more than {limit:g} s of processor time"
         elif time.monotonic() - changed > idle:
             fault = f"it took no processor time for {idle:g} s"
