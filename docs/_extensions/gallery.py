@@ -144,7 +144,9 @@ Download: {{download}}`the script <../../{place}>`, {{download}}`a notebook <{na
 
 The picture and these lines are from `{example.command}`, run while this page was built.
 
-```text
+```{{code-block}} text
+:class: output
+
 {output}```
 
 ## The program
