@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
-import sys
+import functools
+import re
 from pathlib import Path
 from typing import Any
 
+import gallery
 import pytest
 from example_cases import SCRIPTS
 
@@ -16,16 +17,6 @@ ROOT = Path(__file__).resolve().parents[1]
 OTHERS = {"accumulators", "diloco", "fsdp", "packages", "pipeline", "ptq_transformer", "serving", "torch_training"}
 
 
-def extension(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs/_extensions" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses ask for it
-    spec.loader.exec_module(module)
-    return module
-
-
-gallery = extension("gallery")
 TABLE = gallery.examples()
 
 
@@ -64,20 +55,33 @@ def test_a_page_shows_all_parts() -> None:
     assert all(f"({example.script}.md)" in gallery.index(TABLE) for example in TABLE)
 
 
-def test_a_script_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "bad.py").write_text('"""Bad."""\nraise SystemExit("no luck")\n')
-    monkeypatch.setattr(gallery, "EXAMPLES", tmp_path)
-    monkeypatch.setattr(gallery, "FOLDER", tmp_path)
-    with pytest.raises(RuntimeError, match=r"(?s)bad.py --small failed.*no luck"):
-        gallery.run(gallery.Example("bad", "Bad", "nothing"))
+SLOW = "import time\nprint('begun', flush=True)\nwhile time.process_time() < 60: pass\n"
+GOOD = """
+import sys
+from matplotlib.figure import Figure
+Figure().savefig(sys.argv[-1])
+print(len(sys.argv))
+"""
 
 
-def test_the_check_of_the_reference_sees_a_missing_name() -> None:
-    pytest.importorskip("sphinx")
-    every_name = extension("every_name")
-    names = every_name.public_names()
-    for name in ("jchop.round_to_format", "jchop.math.add", "jchop.nn.sensitivity", "jchop.plot.pareto"):
-        assert name in names
-    page = " ".join(f"`{name}`" for name in names if name != "jchop.math.add")
-    assert every_name.missing(set(), page) == ["jchop.math.add"]
-    assert every_name.missing({"jchop.math.add"}, page) == []
+def test_a_bad_script_is_left_out_and_nothing_else_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    sources = {"bad": 'raise SystemExit("no luck")\n', "slow": SLOW, "empty": "", "good": GOOD}
+    for name, source in sources.items():
+        (tmp_path / f"{name}.py").write_text(f'"""The {name} one."""\n{source}')
+    for name in ("EXAMPLES", "FOLDER"):
+        monkeypatch.setattr(gallery, name, tmp_path)
+    monkeypatch.setattr(gallery, "run", functools.partial(gallery.run, limit=3))
+    chosen = [gallery.Example(name, name.title(), "nothing") for name in sources]
+    faults = sorted(gallery.build(chosen, to_run=True))
+    reasons = ["ended with code 1.*no luck", "it drew nothing", "more than 3 s.*begun"]
+    for fault, text in zip(faults, reasons, strict=True):
+        assert re.search(f"(?s)is left out: .*{text}", fault)
+    assert (tmp_path / "slow.log").read_text() == "begun\n"
+    assert (tmp_path / "good.md").exists() and not (tmp_path / "slow.md").exists()
+    index = (tmp_path / "index.md").read_text()
+    assert "(good.md)" in index and "## Not run in this build" in index and "* **Slow**" in index
+    # A build that runs none has the page that is still true, and not that of a script that has changed.
+    assert gallery.build(chosen, to_run=False) == [] and (tmp_path / "good.md").exists()
+    (tmp_path / "good.py").write_text('"""Another."""\n')
+    assert gallery.build(chosen, to_run=False) == [] and not (tmp_path / "good.md").exists()

@@ -110,13 +110,6 @@ def test_classes_and_functions_are_documented_where_they_are_defined(name: str) 
         assert not undocumented, f"{name}: no docstring on {undocumented}"
 
 
-def dotted_names() -> list[str]:
-    """Every public name, those of the modules included that are loaded on demand."""
-    names = ("distributed", "optim", "plot", "ptq", "sparsity", "study", "torch")
-    on_demand = [importlib.import_module(f"jchop.{name}") for name in names if loads(f"jchop.{name}")]
-    return [f"{module.__name__}.{name}" for module in [jchop, *on_demand] for name in module.__all__]
-
-
 def rows_of_formats() -> list[str]:
     """The names in the first column of the tables of docs/formats.md."""
     page = (ROOT / "docs/formats.md").read_text(encoding="utf-8")
@@ -130,32 +123,13 @@ def test_every_constant_has_its_row_in_the_documented_formats() -> None:
     assert [name for name in CONSTANTS if rows.count(name) != 1] == []
 
 
-@further.first
-def every_name_is_on_the_reference_page() -> None:
-    page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
-    there = {a or b for a, b in re.findall(r"^\.\. auto\w+:: (\S+)$|`(jchop[\w.]*)`", page, re.MULTILINE)}
-    there |= {f"jchop.{name}" for name in CONSTANTS}  # whose rows are in docs/formats.md
-    missing = [name for name in dotted_names() if name not in there]
-    assert not missing, f"docs/api.md has no entry for {missing}"
-
-
-def test_the_reference_page_has_no_stale_names() -> None:
-    page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
-    for dotted in re.findall(r"^\.\. auto\w+:: (jchop[\w.]*)$|`(jchop[\w.]*)`", page, re.MULTILINE):
-        module, name = (dotted[0] or dotted[1]).rsplit(".", 1)
-        if module == "jchop.emulate":  # a function, with another one as an attribute
-            assert hasattr(jchop.emulate, name)
-        elif loads(module):
-            assert hasattr(importlib.import_module(module), name), f"docs/api.md names {module}.{name}"
-
-
 def has_examples(module: str) -> bool:
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None
     return ">>>" in Path(spec.origin).read_text(encoding="utf-8")
 
 
-@further
+@further.first
 @pytest.mark.in_turn(80)
 @pytest.mark.parametrize("module", [module for module in MODULES if has_examples(module)])
 def docstring_examples_run(module: str) -> None:

@@ -2,28 +2,29 @@
 
 ``gallery.toml`` lists the scripts. Each one runs with ``--plot``; its page in ``gallery/`` has the text at its head,
 the picture, the printed lines, the source, and a notebook to download. A script runs again only after it, or a file of
-the package, has changed.
+the package, has changed. A build without ``-t gallery`` runs none: its pages are those of scripts that ran before.
+
+A script that fails, or passes its limit of processor time, is left out with a warning; ``gallery/NAME.log`` has what it
+printed. The other pages are built.
 """
 
 from __future__ import annotations
 
 import ast
-import hashlib
 import json
 import re
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import processes
+
 DOCS = Path(__file__).resolve().parents[1]
 ROOT, FOLDER, EXAMPLES = DOCS.parent, DOCS / "gallery", DOCS.parent / "examples"
-WORKERS, LIMIT = 2, 600  # scripts at once; seconds of each
 PARSING = Lock()  # CPython 3.11 counts the depth of `ast.parse` for all threads together
 
 
@@ -80,26 +81,38 @@ def needed(script: Path) -> list[Path]:
 # -- runs --------------------------------------------------------------------------------------------------------------
 def stamp(example: Example) -> str:
     """A digest of all that the run depends on."""
-    digest = hashlib.sha256(repr(example.arguments).encode())
-    for path in [*needed(example.path), *sorted(ROOT.glob("jchop/**/*.py"))]:
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+    return processes.digest_of(repr(example.arguments), *(path.read_bytes() for path in needed(example.path)))
 
 
-def run(example: Example) -> str:
-    """The printed lines of a script, which also draws its picture; those of the last run if nothing has changed."""
-    kept, now = FOLDER / f"{example.script}.json", stamp(example)
-    if kept.exists() and example.picture.exists():
-        before = json.loads(kept.read_text(encoding="utf-8"))
-        if before["stamp"] == now:
-            return before["output"]
+def kept(example: Example) -> str | None:
+    """The printed lines of the last run, if nothing has changed since."""
+    file = FOLDER / f"{example.script}.json"
+    if not file.exists() or not example.picture.exists():
+        return None
+    before = json.loads(file.read_text(encoding="utf-8"))
+    return before["output"] if before["stamp"] == stamp(example) else None
+
+
+def run(example: Example, limit: float = processes.LIMIT) -> str:
+    """The printed lines of a script, which also draws its picture; those of the last run if nothing has changed.
+
+    RuntimeError if it fails, passes the limit or draws nothing.
+    """
+    before = kept(example)
+    if before is not None:
+        return before
     command = [sys.executable, str(example.path), *example.arguments, "--plot", str(example.picture)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=LIMIT)
-    if done.returncode or not example.picture.exists():
-        raise RuntimeError(f"{example.command} failed, or drew nothing:\n{done.stderr[-4000:]}")
-    lines = [line for line in done.stdout.splitlines() if not line.startswith("wrote ")]
+    ended = processes.run(command, ROOT, limit)
+    log = FOLDER / f"{example.script}.log"
+    log.write_text(ended.output + ended.errors, encoding="utf-8")
+    fault = ended.fault or ("" if example.picture.exists() else "it drew nothing")
+    if fault:
+        last = "\n".join((ended.output + ended.errors).splitlines()[-15:])
+        raise RuntimeError(f"{example.command} is left out: {fault}. {log} has all that it printed; the end:\n{last}")
+    lines = [line for line in ended.output.splitlines() if not line.startswith("wrote ")]
     output = "\n".join(lines).rstrip() + "\n"
-    kept.write_text(json.dumps({"stamp": now, "output": output}), encoding="utf-8")
+    text = json.dumps({"stamp": stamp(example), "output": output})
+    (FOLDER / f"{example.script}.json").write_text(text, encoding="utf-8")
     return output
 
 
@@ -131,7 +144,9 @@ Download: {{download}}`the script <../../{place}>`, {{download}}`a notebook <{na
 
 The picture and these lines are from `{example.command}`, run while this page was built.
 
-```text
+```{{code-block}} text
+:class: output
+
 {output}```
 
 ## The program
@@ -146,19 +161,21 @@ def _included(place: str) -> str:
 """
 
 
-def index(chosen: Iterable[Example]) -> str:
+def index(shown: Iterable[Example], others: Iterable[Example] = ()) -> str:
+    """The first page: a card for each example with a page, and a line for each of the others."""
     cards, names = [], []
-    for example in chosen:
+    for example in shown:
         name = example.script
         names.append(name)
         title = example.title
         card = f"[![{title}](thumbnails/{name}.png)]({name}.md)\n\n**[{title}]({name}.md)**\n\n{example.learn}"
         cards.append(f":::{{container}} card\n{card}\n:::")
     tree = "\n".join(["```{toctree}", ":hidden:", "", *names, "```"])
-    return (
-        "# Gallery\n\nEach page shows one experiment: a picture, a program to copy, and a notebook. All of them run "
-        "in less than a minute.\n\n::::{container} gallery\n" + "\n\n".join(cards) + f"\n::::\n\n{tree}\n"
-    )
+    lines = [f"* **{example.title}** (`{example.command}`). {example.learn}" for example in others]
+    rest = "\n".join(["\n## Not run in this build\n", *lines, ""]) if lines else ""
+    grid = "\n\n".join(["::::{container} gallery\n", *cards, "::::\n"]) if cards else ""
+    start = "# Gallery\n\nEach page shows one experiment: a picture, a program to copy, and a notebook.\n\n"
+    return f"{start}{grid}{rest}\n{tree}\n"
 
 
 # -- notebooks ---------------------------------------------------------------------------------------------------------
@@ -217,28 +234,52 @@ def write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def build(chosen: list[Example]) -> None:
-    """Runs the scripts, and writes pages, thumbnails and notebooks."""
-    from matplotlib.image import thumbnail
+def build(chosen: list[Example], to_run: bool) -> list[str]:
+    """Runs the scripts, and writes pages, thumbnails and notebooks; returns what went wrong."""
+    from PIL import Image
+
+    faults: list[str] = []
+
+    def attempt(example: Example) -> str | None:
+        try:
+            return run(example) if to_run else kept(example)
+        except RuntimeError as error:
+            faults.append(str(error))
+            return None
 
     (FOLDER / "thumbnails").mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(WORKERS) as pool:
-        outputs = list(pool.map(run, chosen))
-    for example, output in zip(chosen, outputs, strict=True):
-        write(FOLDER / f"{example.script}.md", page(example, output))
-        write(FOLDER / f"{example.script}.ipynb", json.dumps(notebook(example), indent=1, ensure_ascii=False) + "\n")
-        thumbnail(example.picture, FOLDER / "thumbnails" / example.picture.name, scale=0.4)
-    write(FOLDER / "index.md", index(chosen))
+    outputs = dict(zip(chosen, processes.each(attempt, chosen), strict=True))
+    for example, output in outputs.items():
+        files = [FOLDER / f"{example.script}.{suffix}" for suffix in ("md", "ipynb")]
+        if output is None:
+            for file in files:
+                file.unlink(missing_ok=True)
+            continue
+        write(files[0], page(example, output))
+        write(files[1], json.dumps(notebook(example), indent=1, ensure_ascii=False) + "\n")
+        with Image.open(example.picture) as picture:
+            picture.thumbnail((picture.width * 2 // 5, picture.height * 2 // 5))
+            picture.save(FOLDER / "thumbnails" / example.picture.name)
+    shown = [example for example, output in outputs.items() if output is not None]
+    write(FOLDER / "index.md", index(shown, [example for example in chosen if example not in shown]))
+    return faults
+
+
+def report(app: Any) -> None:
+    from sphinx.util import logging
+
+    for fault in build(examples(), app.tags.has("gallery")):
+        logging.getLogger(__name__).warning("%s", fault, type="gallery")
 
 
 def not_edited(app: Any, name: str, template: str, context: dict[str, Any], tree: Any) -> None:
-    """No link to edit a page that a build writes."""
-    if name.startswith(f"{FOLDER.name}/"):
+    """No link to edit a page that a build writes, of the gallery or of the reference."""
+    if name.startswith((f"{FOLDER.name}/", "reference/")):
         context["page_source_suffix"] = ""
 
 
 def setup(app: Any) -> dict[str, bool]:
     """Called by Sphinx."""
-    app.connect("builder-inited", lambda app: build(examples()))
+    app.connect("builder-inited", report)
     app.connect("html-page-context", not_edited)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -33,7 +33,8 @@ def prepare() -> None:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("MPLBACKEND", "Agg")
-    sys.path[:0] = [str(FOLDER.parent), str(FOLDER.parents[1])]
+    root = FOLDER.parents[1]
+    sys.path[:0] = [str(FOLDER.parent), str(root), str(root / "docs/_extensions")]
     import jax
 
     jax.config.update("jax_disable_most_optimizations", jax.__version_info__ < (0, 12))

@@ -7,10 +7,11 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import re
 import sys
 from types import ModuleType
 from typing import Any
+
+import reference
 
 from digests import FOLDER
 from jchop._emulate.emulate import LazyMethod
@@ -70,7 +71,7 @@ def methods_of(kind: type) -> dict[str, Any]:
 
 @functools.cache
 def names() -> dict[str, Any]:
-    """Every public object under its first name: of the modules, of results that the reference page lists, methods."""
+    """Every public object under its first name: of the modules, of results that they return, methods."""
     found: dict[str, Any] = {}
     first: dict[int, str] = {}
 
@@ -81,11 +82,10 @@ def names() -> dict[str, Any]:
     for where in MODULES:
         for name, value in members(module_of(where)).items():
             put(f"{where}.{name}".lstrip("."), functools.partial(value) if where.endswith("math_func") else value)
-    page = (FOLDER.parents[1] / "docs/api.md").read_text("utf-8")
-    for where, name in re.findall(r"auto(?:class|function):: (jchop\.?[\w.]*?)\.?(\w+)$", page, re.MULTILINE):
-        if module := module_of(where.removeprefix("jchop").lstrip(".")):
-            path = where.removeprefix("jchop").lstrip(".")
-            put(f"({name})" if "._" in where else f"{path}.{name}".lstrip("."), getattr(module, name))
+    for page in reference.pages().values():
+        for path, value in page.items():
+            if "._" in path:
+                put(f"({path.rpartition('.')[2]})", value)
     for name, kind in [*found.items()]:
         if isinstance(kind, type) and not issubclass(kind, enum.Enum):
             for method, value in methods_of(kind).items():
