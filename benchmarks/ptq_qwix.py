@@ -143,7 +143,7 @@ def perplexities(steps: int, width: int) -> None:
             print(f"{fmt} qwix {method}: {value}", flush=True)
         function = jc.quantize_fn(example.network, [jc.Rule("blocks", weight=fmt)])
         for name, some in ours.items():
-            packed, _ = jc.ptq.quantize(example.network, function.rules, params, data, some)
+            packed = jc.quantize_fn(example.network, function.rules).pack(params, batches=data, steps=some)
             print(f"{fmt} jchop {name}: {example.perplexity(packed, kept, function):.3f}", flush=True)
 
 

@@ -148,8 +148,8 @@ def run(
             online = [jc.Rule("blocks/{out,down}", **how, rotation=ONLINE)] if jc.ptq.rotate() in steps else []
             function = jc.quantize_fn(network, [*online, jc.Rule("blocks", **how)])
             if steps:
-                order = True if low and steps[-1] == jc.ptq.gptq() else None
-                packed, _ = jc.ptq.quantize(network, function.rules, params, data, steps, sequential=order)
+                in_order = [jc.ptq.sequential()] if low and steps[-1] == jc.ptq.gptq() else []
+                packed = function.pack(params, batches=data, steps=[*in_order, *steps])
             else:
                 packed = function.pack(params, data[0])
             table[fmt][name] = perplexity(packed, kept, function)

@@ -376,7 +376,7 @@ def nn_stochastic_and_calibrated() -> Any:
 
 @case("linen")
 def linen_tower() -> Any:
-    tower = jc.nn.linen.quantize(linen.Dense(8), jc.Rule(weight="nf4(group=all)", activation="e5m2:stochastic"))
+    tower = jc.nn.quantize(linen.Dense(8), jc.Rule(weight="nf4(group=all)", activation="e5m2:stochastic"))
     kernel = 0.3 * jnp.cos(jnp.arange(256.0)).reshape(32, 8)
     variables = {"params": {"kernel": kernel, "bias": jnp.zeros(8)}}
     rngs = {"rounding": jax.random.key(1)}

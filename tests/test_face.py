@@ -103,4 +103,3 @@ def test_parameters_stand_in_one_order_and_have_one_word() -> None:
             wrong.append(f"{name}({', '.join(positional)})")
         wrong += [f"{name}: {p.name}=" for p in parameters(function) if p.name in OTHER_WORDS]
     assert not wrong
-

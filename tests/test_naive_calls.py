@@ -23,6 +23,20 @@ def model() -> nnx.Linear:
     return nnx.Linear(8, 4, rngs=nnx.Rngs(0))
 
 
+def quantized(model: Any, **options: Any) -> Any:
+    return jc.nn.quantize(model, "int8", "ptq", **options)
+
+
+class Scores(nnx.Module):
+    """A model with a matrix of its own, and a method that is not its call."""
+
+    def __init__(self) -> None:
+        self.w = nnx.Param(W)
+
+    def score(self, x: Any) -> Any:
+        return x @ self.w[...]
+
+
 def product(params: Any, x: Any) -> Any:
     return x @ params["w"]
 
@@ -42,10 +56,29 @@ WORKS: dict[str, tuple[Callable[[], Any], Any]] = {
     "rules as a dict": (lambda: jc.quantize_fn(product, {"w": "int8"})({"w": W}, X).shape, (4, 4)),
     "a model and a text": (lambda: jc.nn.quantize(model(), "int8")(X).shape, (4, 4)),
     "a model and a dict": (lambda: jc.nn.quantize(model(), {"*": {"weight": jnp.int8}})(X).shape, (4, 4)),
+    "LoRA by a dict": (lambda: jc.nn.add_lora(model(), {"*": {"rank": 2}}, rngs=nnx.Rngs(1))(X).shape, (4, 4)),
+    "a model and data": (lambda: quantized(model(), batches=[X])(X).shape, (4, 4)),
+    "a method and data": (
+        lambda: jc.nn.quantize(Scores(), "int8", "ptq", call=Scores.score, batches=[X]).w.shape,
+        (8, 4),
+    ),
+    "a module of Linen": (lambda: type(jc.nn.quantize(linen.Dense(4), "int8")).__name__, "Quantized"),
     "options by position": (lambda: str(jc.Spec("e4m3fn", "stochastic")), "float8_e4m3fn:stochastic"),
 }
 
 ANSWERED: dict[str, tuple[Callable[[], Any], str]] = {
+    "LoRA by qwix's words": (
+        lambda: untyped.nn.add_lora(model(), {"module_path": ".*", "rank": 2}, rngs=nnx.Rngs(1)),
+        r"jc.nn.LoraRule.from_qwix\(rules\)",
+    ),
+    "LoRA by a rank": (
+        lambda: untyped.nn.add_lora(model(), 8, rngs=nnx.Rngs(1)),
+        r"rules=8 must be .* \{'\*': \{'rank': 8\}\}",
+    ),
+    "LoRA on a module of Linen": (
+        lambda: untyped.nn.add_lora({}, {"*": {"rank": 2}}, fun=linen.Dense(4), inputs=(X,), key=KEY),
+        r"jchop.nn.quantize\(module, jchop.Rule\(\)\)",
+    ),
     "fp8": (lambda: jc.Spec("fp8"), "did you mean float8_e4m3fn"),
     "mxfp8": (lambda: jc.Spec("mxfp8"), "did you mean mxfp8_e4m3 or mxfp8_e5m2"),
     "w8a8": (lambda: jc.Spec("w8a8"), r"Rule\(weight='int8\(channel=0\)', activation='int8'\)"),
@@ -68,7 +101,21 @@ ANSWERED: dict[str, tuple[Callable[[], Any], str]] = {
     "a model as an array": (lambda: jc.quantize(model(), "int4"), "jchop.nn.quantize takes models"),
     "a tree as an array": (lambda: jc.quantize({"w": W}, "int4"), "jax.tree.map"),
     "an unknown mode": (lambda: untyped.nn.quantize(model(), "int8", mode="int8"), "must be one of 'qat', 'ptq'"),
-    "a module of Linen": (lambda: jc.nn.quantize(linen.Dense(4), "int8"), "jchop.nn.linen.quantize"),
+    "Linen and data": (lambda: quantized(linen.Dense(4), batches=[X]), r"\.pack\(variables,"),
+    "data in training": (lambda: jc.nn.quantize(model(), "int8", batches=[X]), "use mode='ptq' or 'weight_only'"),
+    "steps without data": (lambda: quantized(model(), steps=[]), "pass batches="),
+    "a report without data": (lambda: jc.quantize_fn(product, "int8").pack(W, return_report=True), "pass batches="),
+    "a call without data": (
+        lambda: jc.nn.quantize(model(), "int8", call=print),
+        r"pass what it takes, as inputs=\(x,\)",
+    ),
+    "ptq.quantize": (lambda: untyped.ptq.quantize, r"write jchop.quantize_fn\(fun, rules\).pack\(params, batches="),
+    "nn.quantize_with_data": (
+        lambda: untyped.nn.quantize_with_data,
+        r"jchop.nn.quantize\(model, rules, 'ptq', batches",
+    ),
+    "nn.correct_biases": (lambda: untyped.nn.correct_biases, r"steps=\[jchop.ptq.correct_biases\(\)\]"),
+    "a program to pack": (lambda: jc.nn.quantize(Scores(), "int8", "ptq"), r"^inputs=None: pass inputs=\(x,\)"),
     "integers": (lambda: jc.round_to_format(jnp.arange(3), "bf16"), r"x.astype\('float32'\)"),
 }
 

@@ -99,7 +99,7 @@ def whole_way(config: Config, folder: Path, cache: str, *, steps: int, tuning: i
     subprocess.run([sys.executable, "-m", "jchop", *command], check=True, capture_output=True)
     table.add("jchop quantize", jc.nn.load_checkpoint(folder / "nearest", shape), "trained")
 
-    rounded, _ = jc.nn.quantize_with_data(model, jc.Rule(PACKED, weight=WEIGHT), batches(code, 8, seed=1))
+    rounded = jc.nn.quantize(model, jc.Rule(PACKED, weight=WEIGHT), "ptq", batches=batches(code, 8, seed=1))
     jc.nn.save_checkpoint(folder / "gptq", rounded, "compressed-tensors", config=fields)
     packed = jc.nn.load_checkpoint(folder / "gptq", shape)
     table.add("GPTQ, loaded", packed, "trained")

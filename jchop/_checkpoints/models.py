@@ -178,6 +178,11 @@ class _ModelTensor(NamedTuple):
     def value(self) -> Any:
         """The array as a checkpoint has it."""
         value, layout = self.variable.get_value(), self._layout
+        if isinstance(value, StoredAs) and value.input_factors is not None:
+            raise ValueError(
+                f"{self.entry.paths[0]!r} has factors by which its inputs are multiplied when the model runs, which "
+                "have no form in checkpoints; jchop.nn.save keeps them"
+            )
         if isinstance(value, StoredAs):
             return value.stored
         return value if layout is None else value.transpose(*layout.free, *layout.contracting)

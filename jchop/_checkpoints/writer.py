@@ -455,9 +455,11 @@ def save_checkpoint(
         if not isinstance(leaf, packed_types | jax.Array | np.ndarray | np.generic):
             raise TypeError(f"leaf {name!r} is {leaf!r}, but only arrays and QArrays can be saved")
         if isinstance(leaf, PackedParam) and layout != PLAIN_LAYOUT:
+            why = f"is stored in the shape {list(leaf.stored.shape)}, because its groups run over several axes"
+            if leaf.input_factors is not None:
+                why = "has factors by which its inputs are multiplied when the function runs"
             raise ValueError(
-                f"{name!r} of shape {list(leaf.shape)} is stored in the shape {list(leaf.stored.shape)}, because its "
-                f"groups run over several axes; the layouts {OWN_LAYOUT} and {PLAIN_LAYOUT} hold it, "
+                f"{name!r} of shape {list(leaf.shape)} {why}; the layouts {OWN_LAYOUT} and {PLAIN_LAYOUT} hold it, "
                 f"and layout={layout!r} does not"
             )
         codes = leaf.stored if isinstance(leaf, PackedParam) else leaf

@@ -384,7 +384,7 @@ STUDY = cli.Command(
 
 #: The steps that ``--method`` may name.
 PTQ_STEPS = (
-    *("smooth", "awq", "rotate", "correct_error", "sparse"),
+    *("sequential", "smooth", "awq", "rotate", "correct_error", "sparse"),
     *("clip", "hqq", "gptq", "sign_round", "correct_biases"),
 )
 NEAREST_METHOD = "nearest"
@@ -394,7 +394,7 @@ def _run_ptq(options: argparse.Namespace) -> None:
     from jchop import ptq
     from jchop._quantized.products.rule import Rule
     from jchop._quantized.quantize_fn import quantize_fn
-    from jchop.ptq._quantize import calibrate_params
+    from jchop.ptq._quantize import pack_with_data
     from jchop.ptq._records import discard_run
 
     cli.check_suffix("--out", options.out, ".safetensors")
@@ -411,11 +411,10 @@ def _run_ptq(options: argparse.Namespace) -> None:
         has_tree = TREE_KEY in file.metadata
     params = load_safetensors(options.weights, nested=has_tree)
     batches = _load_batches(options.data, function, options.batch)
-    sequential = True if options.sequential else None
     quantized_function = quantize_fn(function, rules, key=key)
-    weights, report = calibrate_params(
-        quantized_function, params, batches, steps, sequential, key,
-        _batch_progress(len(batches)), folder, _print_weight_progress, options.memory,
+    weights, report = pack_with_data(
+        quantized_function, params, batches, steps, key, _batch_progress(len(batches)), folder, options.memory,
+        _print_weight_progress,
     )  # fmt: skip
     save_safetensors(options.out, weights)
     discard_run(folder)
@@ -492,9 +491,9 @@ PTQ = cli.Command(
                      type=Path),
         cli.argument("--rule", help="parts of paths, as 'blocks' or '!norm', with a format or spec; may be repeated"),
         cli.argument("--activation", "SPEC", "the rounding of inputs of the rules' products"),
-        cli.argument("--method", "STEPS", default="gptq",
-                 help=f"{NEAREST_METHOD}, or steps in order: {', '.join(PTQ_STEPS)}, with arguments; default gptq"),
-        cli.flag("--sequential", "weight after weight, with inputs of rounded ones"),
+        cli.argument("--method", "STEPS", default="clip, gptq",
+                 help=f"{NEAREST_METHOD}, or steps in order: {', '.join(PTQ_STEPS)}, with arguments; "
+                 "default clip, gptq"),
         cli.argument("--batch", "N", "samples that are run at once; default 32", type=int, default=32),
         cli.argument("--seed"),
         cli.argument("--out", "OUT.safetensors", type=Path, required=True),

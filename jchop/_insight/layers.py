@@ -20,7 +20,8 @@ from jchop._quantized.products.rule import Rule
 from jchop._spec.spec import Spec, SpecLike, as_spec
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.nn._nnx.layer_kinds import NnxKind, packed_param_shape
-from jchop.nn._nnx.layers import nnx_layers, quantize
+from jchop.nn._nnx.layers import nnx_layers
+from jchop.nn._quantize import quantize
 from jchop.nn._report import LayerCall, bytes_of_tree, record_layer_calls, weight_names, weight_ratio
 
 if TYPE_CHECKING:

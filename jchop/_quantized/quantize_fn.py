@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import update_wrapper
@@ -10,6 +11,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jchop._common.checks import short_repr
+from jchop._common.on_demand import load_name
 from jchop._program.control import with_weak_types
 from jchop._program.run import interpret
 from jchop._quantized.products.operand_layout import check_finite
@@ -26,6 +29,7 @@ from jchop._quantized.program.call import (
     is_packed_param,
     unpack_param,
 )
+from jchop._quantized.program.provenance import MatrixLayout
 from jchop._quantized.program.quantized_program import QuantizedProgram, plan_quantized_program
 from jchop._quantized.program.report import ProgramReport
 from jchop._quantized.program.runner import ScaleStateRunner
@@ -38,6 +42,7 @@ from jchop._quantized.program.scale_slots import (
     stack_entries,
 )
 from jchop._quantized.program.weight_layout import (
+    StoredAs,
     WeightScaleState,
     first_weight_entry,
     weight_scale_entry,
@@ -119,6 +124,17 @@ _LAYER_FIELDS = {
     "cache": "the attention of Flax (jchop.nn.quantize without inputs); in a program, pack keys and values by "
     "jchop.quantize",
 }
+
+
+def check_data_arguments(**arguments: Any) -> None:
+    """Refuse arguments that are for rounding with data, where there are no batches.
+
+    Raises:
+        ValueError: that names the first.
+    """
+    for name, value in arguments.items():
+        if value is not None and value is not False:
+            raise ValueError(f"{name}={short_repr(value)} needs data: pass batches=, an iterable such as [(x,), (x,)]")
 
 
 def refuse_codes_with_kept_scales(rules: Sequence[Rule]) -> None:
@@ -278,21 +294,79 @@ class QuantizedFunction:
         return out, {slot.name: (slot, data[slot.name]) for slot in slots}
 
     def pack(
-        self, params: Any, *args: Any, scales: Scales | None = None, key: Array | None = None, **kwargs: Any
+        self,
+        params: Any,
+        *args: Any,
+        batches: Iterable[Any] | None = None,
+        steps: Any = None,
+        resume: str | os.PathLike[str] | None = None,
+        memory: int | str | None = None,
+        progress: Callable[[int], object] | None = None,
+        return_report: bool = False,
+        scales: Scales | None = None,
+        key: Array | None = None,
+        **kwargs: Any,
     ) -> Any:
         """The parameters with those that are rounded stored as codes and scales, in the shapes that they have.
 
+        With `batches`, parameters that reach a product are rounded by the steps, so that the products have small errors
+        on data. Look-ups, biases, and what the report says is left out, are rounded by themselves.
+
         Args:
             params: the parameters; of a `jax.ShapeDtypeStruct` the shapes of codes and scales come back.
-            *args: arguments as in a call; only their shapes count, so `jax.ShapeDtypeStruct` will do.
+            *args: arguments as in a call; only their shapes count, so `jax.ShapeDtypeStruct` will do. With `batches`
+                they are not needed; parameters that they alone reach are packed, too.
+            batches: arguments after the parameters: tuples, or the only argument. Default None: no data.
+            steps: one, or a list of them in this order: `jchop.ptq.sequential`; the mappings `smooth`, `awq` and
+                `rotate`, each of which runs the data once; `correct_error`, which is sequential, too; `sparse`; `clip`
+                or `hqq`; `gptq` or `sign_round`; `correct_biases`. None of them, ``[]``: every element is rounded by
+                itself, and the report shows the errors. Default: ``[gptq()]``.
+            resume: a folder that keeps each stage as soon as it is done, and is made if there is none. A call with the
+                same arguments continues a run that was killed, and gives the same result, bit for bit. What a damaged
+                file held is done again. Delete the folder when the result is saved. Default None.
+            memory: the most memory that statistics may need at a time, in bytes, or text such as ``"4GiB"`` (KiB, MiB,
+                GiB, TiB): two float32 matrices of the square of the inputs, and five vectors of them, for each weight
+                and each turn of its loop, and as many of one batch. The data are run as often as that takes. A mapping
+                looks at all turns, and at the weights that share an input, at once. Default None: no limit.
+            progress: function of the number of batches that were run.
+            return_report: whether a `jchop.ptq.PtqReport` is returned, too; it needs `batches`. Default False.
             scales: if parameters have learned scales, which become part of the packed parameters.
-            key: a typed key if a rounding of a parameter is stochastic.
+            key: a typed key if a rounding is stochastic. Default: that of `quantize_fn`.
             **kwargs: keyword arguments as in a call.
 
+        Returns:
+            The packed parameters, or these and the report. With `sequential`, mappings, `resume` or `memory` the
+            batches are run more than once: pass a list.
+
         Raises:
-            ValueError: as in a call; for infinities or NaN in a parameter to be packed.
+            TypeError, ValueError: as in a call; for infinities or NaN in a parameter to be packed, or in the data; for
+                other arguments, no batch, or a traced call with data; for less `memory` than each weight needs; if
+                `resume` has a run with other arguments or versions.
+            OSError: if `resume` cannot be read or written.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jchop as jc
+            >>> x = jax.random.normal(jax.random.key(0), (256, 64)) @ jax.random.normal(jax.random.key(1), (64, 64))
+            >>> low = jc.quantize_fn(lambda p, x: x @ p["w"], jc.Rule(weight="int4(group=32)"))
+            >>> params = {"w": jax.random.normal(jax.random.key(2), (64, 8))}
+            >>> packed, report = low.pack(params, batches=[x], return_report=True)
+            >>> row = report.weights[0]
+            >>> str(packed["w"].spec), row.after - row.before > 3
+            ('int4(group=32,axis=-2)', True)
         """
-        return self._pack(CallArguments(params, args, kwargs), scales, key, again=False)
+        if batches is None:
+            check_data_arguments(
+                steps=steps, resume=resume, memory=memory, progress=progress, return_report=return_report
+            )
+            return self._pack(CallArguments(params, args, kwargs), scales, key, again=False)
+        if scales is not None:
+            raise ValueError("scales: parameters with learned scales are packed without batches")
+        pack_with_data = load_name("jchop.ptq._quantize", "pack_with_data")
+        key = self.key if key is None else key
+        packed, report = pack_with_data(self, params, batches, steps, key, progress, resume, memory)
+        if args or kwargs:
+            packed = self.pack_more(packed, *args, key=key, **kwargs)
+        return (packed, report) if return_report else packed
 
     def pack_more(
         self, params: Any, *args: Any, scales: Scales | None = None, key: Array | None = None, **kwargs: Any
@@ -423,7 +497,10 @@ class QuantizedFunction:
         if i not in program.placements and adapter is None:
             return unpack_param(value) if packed else value
         lazy = program.lazy_params.get(i) or LazyParam(None, None, i)
-        return replace(lazy, value=value if packed else jnp.asarray(value), scale_state=entry, adapter=adapter)
+        has_factors = isinstance(value, StoredAs) and value.input_factors is not None
+        fit = has_factors and i in program.placements and isinstance(program.adaptable.get(i), MatrixLayout)
+        value = value if packed else jnp.asarray(value)
+        return replace(lazy, value=value, scale_state=entry, adapter=adapter, factors_fit=fit)
 
     def _valid_program(self, call: CallArguments) -> QuantizedProgram:
         """The planned program. Which weights have no codes, a run finds, and no plan: so it is run for shapes alone."""

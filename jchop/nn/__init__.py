@@ -11,18 +11,16 @@ require_extra("jchop.nn", "flax", ("flax",))
 from flax import nnx
 
 from jchop._common.on_demand import on_demand
-from jchop._quantized.program.adapters import AdaptedParam
-from jchop.nn import linen
 from jchop.nn._arrays import load, quantize_params, save, shard
-from jchop.nn._fit import Folded, calibrate, correct_biases, fold_batch_norms
-from jchop.nn._nnx.layers import QUANTIZED_CLASSES, quantize
-from jchop.nn._nnx.lora import Adapted, add_lora, load_lora, merge_lora, save_lora, split_lora
+from jchop.nn._fit import calibrate, fold_batch_norms
+from jchop.nn._lora import add_lora, load_lora, lora_mask, merge_lora, save_lora, split_lora
+from jchop.nn._nnx.layers import QUANTIZED_CLASSES
 from jchop.nn._nnx.nodes import QuantizedParam
 from jchop.nn._nnx.rounding_modules import ActivationRange, AmaxHistory, LearnedScale
+from jchop.nn._quantize import quantize
 from jchop.nn._recipes import keep_wide, recipe
-from jchop.nn._report import LayerRow, ModelReport, report
+from jchop.nn._report import ModelReport, report
 from jchop.nn._shared.lora_rule import LoraRule
-from jchop.nn._trees.lora import lora_mask
 
 #: The quantized layers.
 BatchNorm: Any = QUANTIZED_CLASSES[nnx.BatchNorm]
@@ -47,7 +45,6 @@ SimpleCell: Any = QUANTIZED_CLASSES[nnx.SimpleCell]
 if TYPE_CHECKING:
     from jchop._checkpoints.models import load_checkpoint, save_checkpoint
     from jchop._insight.layers import LayerTuning, Sensitivity, SensitivityRow, TunedLayer, sensitivity, tune
-    from jchop.ptq._models import quantize_with_data
 
 __getattr__, __dir__ = on_demand(
     __name__,
@@ -55,31 +52,32 @@ __getattr__, __dir__ = on_demand(
     {
         "jchop._checkpoints.models": ("load_checkpoint", "save_checkpoint"),
         "jchop._insight.layers": ("LayerTuning", "Sensitivity", "SensitivityRow", "TunedLayer", "sensitivity", "tune"),
-        "jchop.ptq._models": ("quantize_with_data",),
     },
     {
-        name: f"jchop.{name}"
-        for name in ("Rule", "LSQ", "DelayedScaling", "MovingAverage", "KVCache", "dot_product_attention")
+        **{
+            name: f"jchop.{name}"
+            for name in ("Rule", "LSQ", "DelayedScaling", "MovingAverage", "KVCache", "dot_product_attention")
+        },
+        "linen": "jchop.nn.quantize(module, rules)",
+        "quantize_with_data": "jchop.nn.quantize(model, rules, 'ptq', batches=batches)",
+        "linen": "jchop.nn.quantize(module, rules), and jchop.nn.add_lora(variables, rules, fun=...)",
+        "correct_biases": "jchop.nn.quantize(model, rules, 'ptq', batches=batches, steps=[jchop.ptq.correct_biases()])",
     },
 )
 
 __all__ = [
     "ActivationRange",
-    "Adapted",
-    "AdaptedParam",
     "AmaxHistory",
     "BatchNorm",
     "Conv",
     "ConvTranspose",
     "Einsum",
     "Embed",
-    "Folded",
     "GRUCell",
     "GroupNorm",
     "InstanceNorm",
     "LSTMCell",
     "LayerNorm",
-    "LayerRow",
     "LayerTuning",
     "LearnedScale",
     "Linear",
@@ -98,10 +96,8 @@ __all__ = [
     "TunedLayer",
     "add_lora",
     "calibrate",
-    "correct_biases",
     "fold_batch_norms",
     "keep_wide",
-    "linen",
     "load",
     "load_checkpoint",
     "load_lora",
@@ -109,7 +105,6 @@ __all__ = [
     "merge_lora",
     "quantize",
     "quantize_params",
-    "quantize_with_data",
     "recipe",
     "report",
     "save",

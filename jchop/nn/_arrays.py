@@ -206,8 +206,8 @@ def save(path: str | os.PathLike[str], model: Any, *, metadata: Mapping[str, str
 
     Args:
         path: path of the file, which is created in one step.
-        model: a module of Flax NNX or Equinox, or the variables of a Linen module, as from
-            `jchop.nn.linen.Quantized.pack`.
+        model: a module of Flax NNX or Equinox, or the variables of a Linen module, as `pack` of a
+            quantized one gives them.
         metadata: texts for the header of the file. Default: none.
 
     Raises:
@@ -217,7 +217,7 @@ def save(path: str | os.PathLike[str], model: Any, *, metadata: Mapping[str, str
     Example:
         >>> import tempfile, pathlib, jax, jax.numpy as jnp, jchop as jc
         >>> from flax import linen
-        >>> dense = jc.nn.linen.quantize(linen.Dense(2), jc.Rule(weight="int4(group=all)"))
+        >>> dense = jc.nn.quantize(linen.Dense(2), jc.Rule(weight="int4(group=all)"))
         >>> x = jnp.ones((1, 8))
         >>> variables = dense.pack(dense.init(jax.random.key(0), x), x)
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "model.safetensors"
@@ -280,7 +280,9 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Any:
     file_tree = load_safetensors(path, nested=True)
     try:
         layouts = json_object(layouts_text)
-        path_leaves, tree = jax.tree_util.tree_flatten_with_path(file_tree, is_leaf=_is_packed_leaf)
+        path_leaves, tree = jax.tree_util.tree_flatten_with_path(
+            file_tree, is_leaf=lambda leaf: _is_packed_leaf(leaf) or _has_factors(leaf)
+        )
         leaves = {_tensor_name(keys): leaf for keys, leaf in path_leaves}
         if unknown := set(layouts) - set(leaves):
             raise ValueError(f"there is no array {short_text(min(unknown))}")
@@ -300,7 +302,7 @@ def _storable_tree(tree: Any) -> Any:
 
 def _storable_leaf(leaf: Any) -> Any:
     if isinstance(leaf, StoredAs):
-        return leaf.stored
+        return leaf.stored if leaf.input_factors is None else {name: getattr(leaf, name) for name in _WITH_FACTORS}
     if _is_typed_key(leaf):
         return jax.random.key_data(leaf) if isinstance(leaf, jax.Array) else jax.eval_shape(jax.random.key_data, leaf)
     return leaf
@@ -309,7 +311,7 @@ def _storable_leaf(leaf: Any) -> Any:
 def _restore_leaf(like: Any, leaf: Any) -> Any:
     """A leaf that `_storable_leaf` gave, as it is in a tree like the one given to that."""
     if isinstance(like, StoredAs):
-        return replace(like, stored=leaf)
+        return replace(like, **(leaf if _has_factors(leaf) else {"stored": leaf}))
     if _is_typed_key(like):
         key_impls: list[Any] = []
         jax.eval_shape(lambda key: key_impls.append(jax.random.key_impl(key)), like)
@@ -323,6 +325,9 @@ def _restore_packed_param(array: Any, fields: Any) -> StoredAs:
     Raises:
         ValueError: if that is no shape of the stored array.
     """
+    factors = None
+    if _has_factors(array):
+        array, factors = (array[name] for name in _WITH_FACTORS)
     if not isinstance(fields, dict) or set(fields) != {"shape", "axes"} or not are_counts(fields["shape"]):
         raise ValueError(f"{short_text(fields)} must be an object of shape, a list of integers >= 0, and axes")
     if not isinstance(array, QArray):
@@ -335,7 +340,19 @@ def _restore_packed_param(array: Any, fields: Any) -> StoredAs:
         or math.prod(array.shape) != math.prod(shape)
     ):
         raise ValueError(f"{short_text(fields)} is no shape of a QArray of shape {list(array.shape)}")
-    return StoredAs(array, shape[stack:], axes)
+    if factors is not None and not (
+        len(factors.shape) == len(shape) and all(n in (1, m) for n, m in zip(factors.shape, shape, strict=True))
+    ):
+        raise ValueError(f"input_factors of shape {list(factors.shape)} do not fit {short_text(fields)}")
+    return StoredAs(array, shape[stack:], axes, factors)
+
+
+#: The parts in which a file holds a packed parameter whose inputs have factors.
+_WITH_FACTORS = ("stored", "input_factors")
+
+
+def _has_factors(leaf: Any) -> bool:
+    return isinstance(leaf, dict) and set(leaf) == set(_WITH_FACTORS)
 
 
 def _tensor_name(keys: Any) -> str:

@@ -1,29 +1,26 @@
-"""Numbers of a model found anew: ranges by `calibrate`, biases by `correct_biases` and `fold_batch_norms`."""
+"""Numbers of a model found anew: ranges by `calibrate`, kernels and biases by `fold_batch_norms`."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from jchop._common.checks import check, check_instance
 from jchop._quantized.products.rule import Location
 from jchop._quantized.products.scale_from import has_tensor_scale
 from jchop._quantized.products.scales import RangeObserver, check_calibration_data, range_observer_for
-from jchop._quantized.program.call import enumerate_batches
+from jchop._quantized.program.call import batch_arguments, enumerate_batches
 from jchop._spec.spec import Gradient, Spec
-from jchop.nn._nnx.layers import QUANTIZED_CLASSES, nnx_layers
-from jchop.nn._nnx.nodes import Keys, ModuleEntry, QuantizedParam, keys_as_path, module_entries
+from jchop.nn._nnx.layers import nnx_layers, set_layer_bias
+from jchop.nn._nnx.nodes import Keys, ModuleEntry, keys_as_path, module_entries
 from jchop.nn._nnx.programs import calibrate_program, is_nnx_program
 from jchop.nn._nnx.rounding_modules import PastMagnitudes, RoundedProduct, rounding_module_in
-from jchop.nn._report import LayerCall, watch_layer_calls
 from jchop.nn._trees.equinox_modules import calibrate_equinox_module, check_flax_or_equinox, is_equinox_module
 
 Array = jax.Array
@@ -37,7 +34,7 @@ def calibrate(
     *,
     method: str = "minmax",
     combine: Literal["widest", "mean"] = "widest",
-    run: Callable[[Any, Any], Any] | None = None,
+    call: Callable[..., Any] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> T:
     """A quantized model with fixed scales of activations, found by running it on data.
@@ -48,7 +45,7 @@ def calibrate(
 
     Args:
         model: a result of `quantize`, for ``"qat"`` or ``"ptq"``, of layers or of a program; it is not changed.
-        batches: inputs of the model.
+        batches: the arguments of each call: a tuple of several, or the only one.
         method: the range of a batch: ``"minmax"``, from the least to the largest number (default);
             ``"percentile(99.9)"``, that range up to the magnitude that 99.9 % of the numbers do not exceed; ``"mse"``,
             the fraction of that range, in hundredths, with the least square error of rounding to nearest. Or the range
@@ -57,8 +54,9 @@ def calibrate(
             that are not finite are ignored, with a `RuntimeWarning`.
         combine: the combined range of all batches: ``"widest"`` (default), or the ``"mean"`` of both ends (not for
             entropy).
-        run: function that calls the model on a batch. Default ``model(batch)``; for a module of Equinox that takes one
-            example, ``lambda model, batch: jax.vmap(model)(batch)``.
+        call: a function of the model and of a batch that is run in place of the model's call: ``lambda m, *batch:
+            m.decode(*batch)``; of a module of Equinox that takes one example, ``lambda m, x: jax.vmap(m)(x)``. Default
+            None.
         progress: function of the number of completed batches.
 
     Returns:
@@ -77,9 +75,12 @@ def calibrate(
         [-1.0, 2.0]
     """
     check_flax_or_equinox("model", model, " that jchop.nn.quantize returned")
-    _check_run_arguments(batches, run, progress)
+    check_instance("batches", batches, Iterable, "inputs of the model, one after the other, as in a list")
+    for name, value in (("call", call), ("progress", progress)):
+        if value is not None and not callable(value):
+            raise TypeError(f"{name}={value!r} must be a function, or None")
     if is_equinox_module(model):
-        return calibrate_equinox_module(model, batches, method, combine, run, progress)
+        return calibrate_equinox_module(model, batches, method, combine, call, progress)
     make_observer = range_observer_for(method, combine)
     result: Any = nnx.merge(*nnx.split(model), copy=True)
     finish = calibrate_program(result, method, combine) if is_nnx_program(result) else None
@@ -94,7 +95,8 @@ def calibrate(
         product.range = nnx.data(None)
         product.observe = nnx.static(partial(_observe_input, observer, product.how.place))
     for count, batch in enumerate_batches(batches):
-        _ = result(batch) if run is None else run(result, batch)
+        args = batch_arguments(batch)
+        _ = result(*args) if call is None else call(result, *args)
         if progress is not None:
             progress(count)
     if finish is not None:
@@ -105,14 +107,6 @@ def calibrate(
         if value_range is not None:
             product.start(value_range)
     return result
-
-
-def _check_run_arguments(batches: Any, run: Any, progress: Any) -> None:
-    """Refuse arguments with which no model can be run."""
-    check_instance("batches", batches, Iterable, "inputs of the model, one after the other, as in a list")
-    for name, value in (("run", run), ("progress", progress)):
-        if value is not None and not callable(value):
-            raise TypeError(f"{name}={value!r} must be a function, or None")
 
 
 def _observe_input(observer: RangeObserver, place: Location, x: Any) -> None:
@@ -262,127 +256,4 @@ def _fold_norm(path: str, layer: Any, norm_path: str, norm: Any) -> None:
     bias = bias if norm.bias is None else bias + norm.bias[...].astype(jnp.float32)
     gain_of_axis = gain.reshape([-1 if i == axis % kernel.ndim else 1 for i in range(kernel.ndim)])
     layer.kernel[...] = (kernel.astype(jnp.float32) * gain_of_axis).astype(kernel.dtype)
-    _set_layer_bias(layer, bias.astype(kernel.dtype))
-
-
-def _set_layer_bias(layer: Any, value: Array) -> None:
-    """Give a layer a bias, in place of the one that it has or has not."""
-    if layer.bias is None:
-        layer.use_bias = True
-        layer.bias = nnx.data(nnx.Param(value))
-    else:
-        layer.bias[...] = value
-
-
-# -- errors of rounding ------------------------------------------------------------------------------------------------
-
-#: Layers with one bias for each channel, the last axis of their results.
-_QUANTIZED_BIAS_LAYERS = tuple(QUANTIZED_CLASSES[base] for base in _KERNEL_CHANNEL_AXIS)
-
-
-def correct_biases(
-    model: nnx.Module,
-    quantized: M,
-    batches: Iterable[Any],
-    *,
-    run: Callable[[Any, Any], Any] | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> M:
-    """A quantized model whose layers have, in the mean over data, the outputs of the exact model.
-
-    Layer by layer, in the order of their calls, E[y'] - E[y] is subtracted from the bias: the means, over all axes but
-    the channels, of the outputs of the quantized layer (after correction of those before it) and of the exact one.
-    Quantized Linear, Conv and ConvTranspose layers are corrected; a layer without a bias gets one.
-
-    Args:
-        model: the original of `quantized`.
-        quantized: a result of `quantize`, in any mode but ``"emulate"``; neither model is changed.
-        batches: inputs of the models; they are kept in a list and used once for each layer.
-        run: function that calls a model on a batch, not within `jax.jit`. Default ``model(batch)``.
-        progress: function of the number of completed layers.
-
-    Returns:
-        The new model.
-
-    Raises:
-        TypeError: for invalid models or batches.
-        ValueError: for no batch, a mean that is not finite, no such layer in `quantized`, or models of other layers;
-            for layers that are called within `jax.jit`, scan or similar transformations, in which outputs cannot be
-            recorded.
-        NotImplementedError: for a packed bias; correct the model before it is packed, or leave biases unrounded.
-
-    Source: Nagel et al., "Data-free quantization through weight equalization and bias correction", ICCV 2019,
-    appendix D (empirical bias correction).
-
-    Example:
-        >>> import jax.numpy as jnp, jchop as jc
-        >>> from flax import nnx
-        >>> exact = nnx.Linear(8, 2, rngs=nnx.Rngs(0))
-        >>> coarse = jc.nn.quantize(exact, jc.Rule(weight="int2(group=all)"))
-        >>> x = jnp.linspace(0, 1, 32).reshape(4, 8)
-        >>> better = jc.nn.correct_biases(exact, coarse, [x])
-        >>> bool(jnp.allclose(better(x).mean(0), exact(x).mean(0), atol=1e-6))
-        True
-    """
-    check_instance("model", model, nnx.Module, "a module of Flax NNX")
-    check_instance("quantized", quantized, nnx.Module, "a module of Flax NNX")
-    if is_nnx_program(quantized):
-        raise NotImplementedError(
-            "quantized is a program, in which biases have no layers: correct a model that jchop.nn.quantize made "
-            "without inputs, of layers of Flax alone, and quantize its program after that"
-        )
-    _check_run_arguments(batches, run, progress)
-    data = [batch for _, batch in enumerate_batches(batches)]
-    call = (lambda model, batch: model(batch)) if run is None else run
-    result: Any = nnx.merge(*nnx.split(quantized), copy=True)
-    layers = {path: layer for path, layer, _ in nnx_layers(result) if isinstance(layer, _QUANTIZED_BIAS_LAYERS)}
-    of_exact = {path: layer for path, layer, _ in nnx_layers(model) if path in layers}
-    if not layers or of_exact.keys() != layers.keys():
-        raise ValueError(
-            f"quantized has the quantized layers {sorted(layers)}, and model {sorted(of_exact)}; they must be the same "
-            "Linear, Conv and ConvTranspose, at least one"
-        )
-    for path, layer in layers.items():
-        if layer.out_features != of_exact[path].out_features:
-            raise ValueError(
-                f"{type(layer).__name__} at {path!r} has {layer.out_features} output channels in quantized, and "
-                f"{of_exact[path].out_features} in model"
-            )
-        if isinstance(layer.bias, QuantizedParam):
-            raise NotImplementedError(f"{type(layer).__name__} at {path!r} has a packed bias; correct before packing")
-    exact_means = _output_means(model, of_exact, data, call)
-    for count, path in enumerate(exact_means, start=1):
-        layer = layers[path]
-        mean = _output_means(result, [path], data, call)[path]
-        change = jnp.asarray(exact_means[path] - mean, layer.kernel.dtype if layer.bias is None else layer.bias.dtype)
-        _set_layer_bias(layer, change if layer.bias is None else layer.bias[...] + change)
-        if progress is not None:
-            progress(count)
-    return result
-
-
-def _output_means(
-    model: Any, paths: Collection[str], data: list[Any], call: Callable[[Any, Any], Any]
-) -> dict[str, np.ndarray]:
-    """The mean output of each layer over data, in the order of the calls; the model is not changed."""
-    sums: dict[str, Any] = {}
-    counts: Counter[str] = Counter()
-
-    def add(one: LayerCall) -> Any:
-        values = np.asarray(one.result, np.float64).reshape(-1, one.result.shape[-1])
-        sums[one.path] = sums.get(one.path, 0.0) + values.sum(0)
-        counts[one.path] += len(values)
-        return one.result
-
-    copy, opaque_paths = watch_layer_calls(model, paths, add)
-    for batch in data:
-        _ = call(copy, batch)
-        for path in opaque_paths:
-            raise ValueError(f"the layer {path!r} is called within jax.jit, scan or the like; run must not be")
-    if missing := [path for path in paths if path not in sums]:
-        raise ValueError(f"batches reach no layer at {', '.join(map(repr, missing))}")
-    means = {path: total / max(counts[path], 1) for path, total in sums.items()}
-    for path, mean in means.items():
-        if not counts[path] or not np.isfinite(mean).all():
-            raise ValueError(f"batches give the layer at {path!r} no finite mean: {mean.tolist()}")
-    return means
+    set_layer_bias(layer, bias.astype(kernel.dtype))

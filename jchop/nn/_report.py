@@ -24,10 +24,12 @@ from jchop.nn._nnx.layer_kinds import (
     exact_and_rounded_param,
     packed_param_shape,
     param_layout,
+    weight_names,
 )
-from jchop.nn._nnx.layers import NnxLayerRule, entry_parameters, nnx_layer_rules, nnx_layers, quantize
+from jchop.nn._nnx.layers import NnxLayerRule, entry_parameters, nnx_layer_rules, nnx_layers
 from jchop.nn._nnx.programs import report_program
 from jchop.nn._nnx.rounding_modules import RoundedConvolution
+from jchop.nn._quantize import quantize
 from jchop.nn._shared.program_classes import ExampleInputs
 from jchop.nn._trees.equinox_modules import check_flax_or_equinox, is_equinox_module, report_equinox_module
 from jchop.storage import QArray
@@ -233,7 +235,7 @@ def report(
     """
     all_rules = () if rules is None else as_rule_tuple(rules)
     program = is_equinox_module(model)
-    check_flax_or_equinox("model", model, "; one of Linen has jchop.nn.linen.Quantized.report")
+    check_flax_or_equinox("model", model, "; one of Linen has jchop.nn.quantize(module, rules).report")
     if platform is not None:
         check_choice("platform", platform, tuple(OPERANDS_BY_PLATFORM))
     if batches is not None:
@@ -319,11 +321,6 @@ class LayerCall:
     def of(self, layers: Mapping[str, Any]) -> Any:
         """What another layer gives for the same call; `layers` has it by its path."""
         return getattr(layers[self.path], self.method)(*self.args, **self.kwargs)
-
-
-def weight_names(module: Any, kind: NnxKind) -> list[str]:
-    """The names of the parameters with the role of weights."""
-    return [name for name, role in kind.parameters.items() if role == "weight" and getattr(module, name) is not None]
 
 
 def weight_ratio(module: Any, kind: NnxKind, rule: Rule | None) -> float:

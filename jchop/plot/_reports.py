@@ -219,12 +219,13 @@ def calibration(seen: Any, *, title: str = "Signal-to-noise ratio of products") 
     Example:
         >>> import jax, jchop as jc
         >>> x, w = jax.random.normal(jax.random.key(0), (64, 8)), jax.random.normal(jax.random.key(1), (8, 4))
-        >>> _, report = jc.ptq.quantize(lambda p, x: x @ p["w"], jc.Rule(weight="int4(group=all)"), {"w": w}, [x])
+        >>> low = jc.quantize_fn(lambda p, x: x @ p["w"], "int4(group=all)")
+        >>> _, report = low.pack({"w": w}, batches=[x], return_report=True)
         >>> figure = report.plot()
         >>> [label.get_text().split()[0] for label in figure.axes[0].get_yticklabels()]
         ['w']
     """
-    (weights,) = _fields_of(seen, "a report of jchop.ptq.quantize", "weights")
+    (weights,) = _fields_of(seen, "a jchop.ptq.PtqReport", "weights")
     rows = [row for row in weights if not math.isnan(row.before)]
     check(rows, "seen has no weight whose product was looked at")
     figure = new_figure(9, 1.6 + 0.5 * len(rows), title)

@@ -1,8 +1,8 @@
-"""Rounding with data: the statistics of a program's products, and parameters rounded by them."""
+"""Rounding with data: the statistics of a program's products, and the steps by which `pack` rounds with batches."""
 
-from jchop.ptq._data.passes import InputStatistics, Statistics, statistics
-from jchop.ptq._quantize import quantize
-from jchop.ptq._records import PtqReport, WeightRow
+from jchop._common.on_demand import on_demand
+from jchop.ptq._data.passes import Statistics, statistics
+from jchop.ptq._records import PtqReport
 from jchop.ptq._steps.steps import (
     awq,
     clip,
@@ -11,24 +11,27 @@ from jchop.ptq._steps.steps import (
     gptq,
     hqq,
     rotate,
+    sequential,
     sign_round,
     smooth,
     sparse,
 )
 
+__getattr__, __dir__ = on_demand(
+    __name__, (), {}, {"quantize": "jchop.quantize_fn(fun, rules).pack(params, batches=batches, steps=[...])"}
+)
+
 __all__ = [
-    "InputStatistics",
     "PtqReport",
     "Statistics",
-    "WeightRow",
     "awq",
     "clip",
     "correct_biases",
     "correct_error",
     "gptq",
     "hqq",
-    "quantize",
     "rotate",
+    "sequential",
     "sign_round",
     "smooth",
     "sparse",

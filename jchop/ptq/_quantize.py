@@ -1,4 +1,4 @@
-"""`quantize`: the parameters of a function packed, rounded by what data show of the inputs of its products."""
+"""`pack_with_data`: the parameters of a function packed, rounded by what data show of the inputs of its products."""
 
 from __future__ import annotations
 
@@ -17,118 +17,50 @@ from jchop._common.bit_ops import enable_x64_for
 from jchop._common.checks import check_instance
 from jchop._common.text import decibels
 from jchop._quantized.products.operand_layout import check_finite
-from jchop._quantized.products.rule import RuleLike
 from jchop._quantized.program.call import is_packed_param, unpack_param
 from jchop._quantized.program.param_uses import ParamUse
-from jchop._quantized.program.weight_layout import WeightLayout
-from jchop._quantized.quantize_fn import QuantizedFunction, quantize_fn
+from jchop._quantized.program.weight_layout import StoredAs, WeightLayout
+from jchop._quantized.quantize_fn import QuantizedFunction
 from jchop._round.arguments import check_key, has_tracer
 from jchop.ptq._biases import BiasSite, bias_means, find_biases, mean_errors
 from jchop.ptq._data import passes
 from jchop.ptq._data.collect import InputSums, input_means, pair_value
 from jchop.ptq._data.sites import Stage, WeightSites, rounded_sites
-from jchop.ptq._equalize.mapping import MappingRecord, map_parameters
+from jchop.ptq._equalize.mapping import InputFactors, MappingRecord, map_parameters
 from jchop.ptq._records import Journal, PtqReport, StageRecord, WeightRow, run_facts
-from jchop.ptq._steps.round import RoundingOutcome, pruning_of, round_parameter
-from jchop.ptq._steps.steps import CalibrationStep, CalibrationSteps, HalfQuadratic, Sweep, as_steps, gptq
+from jchop.ptq._steps.round import RoundingOutcome, pruning_of, qarray_of, round_parameter
+from jchop.ptq._steps.steps import CalibrationSteps, HalfQuadratic, Sweep, as_steps, clip, gptq
 from jchop.storage._quantize import check_float_zero_points
 
 Array = jax.Array
 
 
-def quantize(
-    fun: Callable[..., Any],
-    rules: RuleLike,
-    params: Any,
-    batches: Iterable[Any],
-    steps: Sequence[CalibrationStep] | CalibrationStep | None = None,
-    *,
-    sequential: bool | None = None,
-    key: Array | None = None,
-    progress: Callable[[int], object] | None = None,
-    resume: str | os.PathLike[str] | None = None,
-    memory: int | str | None = None,
-) -> tuple[Any, PtqReport]:
-    """The parameters of a function packed by rules, each rounded so that its product has small errors on data.
-
-    Rules, paths and groups are those of `jchop.quantize_fn`, and the packed parameters are for its result. A parameter
-    that reaches a product is rounded by the steps; look-ups, biases, and those that the report says are left out, are
-    rounded by themselves.
-
-    Args:
-        fun: a function of a pytree of parameters, and of anything else.
-        rules: a `Rule`, or several.
-        params: the parameters in full precision.
-        batches: arguments after the parameters: tuples, or the only argument.
-        steps: one, or a list of them in this order: the mappings `smooth`, `awq` and `rotate`, each of which runs the
-            data once; `correct_error`; `sparse`; `clip` or `hqq`; `gptq` or `sign_round`; `correct_biases`. None of
-            them, ``[]``: every element is rounded by itself, and the report shows the errors. Default: ``[gptq()]``.
-        sequential: False: the inputs are those of the model in full precision, in one pass over the data. True: weights
-            are rounded one after the other, in the order of the program, by inputs of the model as it is rounded so
-            far, activations too; the data are run once for each stage (weights that share an input, and each turn of a
-            loop over a stack), and must be iterable more than once. Default: True with `correct_error`, which needs it.
-        key: a typed key if a rule is stochastic.
-        progress: called with the number of batches that were run.
-        resume: a folder that keeps each stage as soon as it is done, and is made if there is none. A call with the same
-            arguments continues a run that was killed, and its result is that of a run that was not, bit for bit; what
-            a damaged file held is done again. `batches` must be iterable more than once. Delete the folder when the
-            result is saved. Default None.
-        memory: the most memory that statistics may need at a time, in bytes, or text such as ``"4GiB"`` (KiB, MiB, GiB,
-            TiB): two float32 matrices of the square of the inputs, and five vectors of them, for each weight and each
-            turn of its loop, and as many of one batch. The data, which must be iterable more than once, are run as
-            often as that takes, and the report has the number of passes. A mapping looks at all turns, and at the
-            weights that share an input, at once. Default None: one pass, or one for each stage, and one for each
-            mapping.
-
-    Returns:
-        The packed parameters, as `jchop.QuantizedFunction.pack` gives them, and a `PtqReport`.
-
-    Raises:
-        TypeError, ValueError: for other arguments; as `jchop.quantize_fn`; within a traced function; for no batch; for
-            NaN or infinities in the data or the parameters; for less `memory` than each weight needs; if the folder
-            `resume` has a run with another function, other parameters, batches, rules, steps, memory or versions.
-        OSError: if `resume` cannot be read or written.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, jchop as jc
-        >>> x = jax.random.normal(jax.random.key(0), (256, 64)) @ jax.random.normal(jax.random.key(1), (64, 64))
-        >>> dense, params = lambda p, x: x @ p["w"], {"w": jax.random.normal(jax.random.key(2), (64, 8))}
-        >>> rule = jc.Rule(weight="int4(group=32)")
-        >>> packed, report = jc.ptq.quantize(dense, rule, params, [x])
-        >>> row = report.weights[0]
-        >>> str(packed["w"].spec), row.after - row.before > 3
-        ('int4(group=32,axis=-2)', True)
-    """
-    check_instance("sequential", sequential, bool | None, "True, False or None")
-    low = quantize_fn(fun, rules, key=key)
-    return calibrate_params(low, params, batches, steps, sequential, key, progress, resume, memory=memory)
-
-
-def calibrate_params(
+def pack_with_data(
     low: QuantizedFunction,
     params: Any,
     batches: Iterable[Any],
     steps: Any = None,
-    sequential: bool | None = None,
     key: Array | None = None,
     progress: Callable[[int], object] | None = None,
     resume: str | os.PathLike[str] | None = None,
-    tell: Callable[[WeightRow, int, int], object] | None = None,
     memory: int | str | None = None,
+    tell: Callable[[WeightRow, int, int], object] | None = None,
 ) -> tuple[Any, PtqReport]:
-    """`quantize`, of a function that has its rules already.
+    """`QuantizedFunction.pack` with batches: the packed parameters, and a report.
 
     `tell` is called with the row of each weight, and the numbers of stages that are done and that there are.
     """
     if has_tracer(jnp.zeros(())):  # also where params and batches are arrays
         raise ValueError("rounding with data cannot be part of a traced function, as under jax.jit or nnx.eval_shape")
-    plan = as_steps([gptq()] if steps is None else steps)
-    if plan.correction is not None and sequential is False:
-        raise ValueError("sequential=False, but correct_error needs the errors of the layers before; leave it out")
+    plan = as_steps([clip(), gptq()] if steps is None else steps)
     if stateful_rule := next((rule for rule in low.rules if rule.scale_from is not None), None):
         raise NotImplementedError(f"{stateful_rule} keeps scales: round with data under rules without scale_from")
-    in_order = bool(sequential) or plan.correction is not None
+    in_order = plan.in_order is not None or plan.correction is not None
     check_instance("resume", resume, str | os.PathLike | None, "the path of a folder, or None")
+    if in_order and any(step.online for step in plan.mappings):
+        raise ValueError(
+            "steps: online=True cannot stand beside sequential() or correct_error(); leave one out"
+        )
     memory_limit = passes.memory_bytes(memory)
     passes.check_batches(
         batches, repeated=in_order or bool(plan.mappings) or resume is not None or memory_limit is not None
@@ -137,7 +69,7 @@ def calibrate_params(
         check_key("key", key)
     journal = None
     if resume is not None:
-        journal = Journal(resume, *run_facts(low, params, batches, plan, in_order, key, memory_limit))
+        journal = Journal(resume, *run_facts(low, params, batches, plan, key, memory_limit))
     data = passes.BatchData(low, params, batches, key, progress)
     mapping_record = map_parameters(data, plan.mappings, memory_limit)
     job = _CalibrationJob(data, plan, key, mapping_record, journal, tell, memory_limit)
@@ -246,7 +178,12 @@ class _CalibrationJob:
         """The packed parameters and the report."""
         leaves = list(self.leaves)
         for leaf in self.weight_sites:
-            leaves[self.call.places[leaf]] = self.low_leaves[leaf]
+            packed_weight, factors = self.low_leaves[leaf], self.mapping_record.online.get(leaf)
+            if factors is not None:
+                core = packed_weight.shape[self.weight_sites[leaf].stack :]
+                stored, ndim = qarray_of(packed_weight), len(self.program.placements[leaf][0].shape)
+                packed_weight = StoredAs(stored, core, ndim, factors)
+            leaves[self.call.places[leaf]] = packed_weight
         for leaf, bias in self.biases.items():
             leaves[self.call.places[leaf]] = self._pack_bias(leaf, bias)
         self._add_other_rows()
@@ -317,11 +254,13 @@ class _CalibrationJob:
         weight, path = jnp.asarray(self.call.values[leaf])[turn], self._path(leaf, turn)
         check_finite(weight, f"params: {path!r}")
         with enable_x64_for(weight.dtype):
-            if placement.rotation is not None:  # the statistics are of inputs that are not rotated
-                rotate_gram, rotate_x = placement.rotation.gram, placement.rotation.inputs
-                weight, gram, mean = placement.rotate(weight), rotate_gram(gram), rotate_x(mean)
-                cross, shift = None if cross is None else rotate_gram(cross), None if shift is None else rotate_x(shift)
             options: Any = {"layout": self.weight_sites[leaf].layout, "steps": self._steps_of(leaf)}
+            factors = self.mapping_record.online.get(leaf)
+            change = placement.rotation if factors is None else InputFactors(factors[turn], options["layout"])
+            if change is not None:  # the statistics are of inputs that are not rotated or multiplied
+                weight, gram, mean = change.parameter(weight), change.gram(gram), change.inputs(mean)
+                cross = None if cross is None else change.gram(cross)
+                shift = None if shift is None else change.inputs(shift)
             rounding_key = self._rounding_key(placement, leaf, *turn)
             outcome = round_parameter(weight, gram, cross, rounding_key, placement=placement, **options)
         if bool(outcome.no_factor.any()):
@@ -392,7 +331,9 @@ class _CalibrationJob:
         row = WeightRow(self._path(leaf, turn), shape, "", method="", note=note)
         if leaf in self.program.placements:
             array = self.leaves[self.call.places[leaf]]
-            bits = 8 * array.nbytes / max(1, math.prod(array.shape))
+            factors = self.mapping_record.online.get(leaf)
+            nbytes = array.nbytes + (0 if factors is None else factors.nbytes)
+            bits = 8 * nbytes / max(1, math.prod(array.shape))
             row = replace(row, spec=str(array.spec), bits=bits, method="nearest")
         if outcome is None:
             return row

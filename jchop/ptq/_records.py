@@ -134,7 +134,7 @@ class StageRecord(NamedTuple):
 
 
 def run_facts(
-    low: QuantizedFunction, params: Any, batches: Iterable[Any], steps: Any, in_order: bool, key: Array | None,
+    low: QuantizedFunction, params: Any, batches: Iterable[Any], steps: Any, key: Array | None,
     memory: int | None = None,
 ) -> tuple[dict[str, str], Any]:  # fmt: skip
     """What a run depends on, as digests and texts by name; and the last batch. Runs once through the batches."""
@@ -153,7 +153,6 @@ def run_facts(
         "versions": f"jchop {_run_version()}, jax {jax.__version__}",
         "rules": repr(low.rules),
         "steps": repr(steps),
-        "sequential": str(in_order),
         "memory": str(memory),
         "key": "none" if key is None else str(np.asarray(jax.random.key_data(key)).tolist()),
         "function": program_digest.hexdigest(),

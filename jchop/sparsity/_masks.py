@@ -138,8 +138,8 @@ def pack(q: QArray, n: int, m: int, *, axis: int = -2) -> QArray:
     4, int4 has 3 bits for each number of the array, and its scales. A rule with such a format needs no `pack`.
 
     Args:
-        q: of a scaled format: what `jchop.quantize` gives, or `jchop.ptq.quantize` with `jchop.ptq.sparse`; not within
-            jit.
+        q: of a scaled format: what `jchop.quantize` gives, or `QuantizedFunction.pack` with `jchop.ptq.sparse`; not
+            within jit.
         n: how many stay, from 1 to m - 1.
         m: of how many, up to 64.
         axis: the axis along which they are counted; the last group may be shorter. Default -2: the inputs of a weight

@@ -384,10 +384,12 @@ class PackedParam(ABC):
     Attributes:
         stored: the QArray.
         shape: of the parameter.
+        input_factors: those by which the inputs of its product are multiplied; None for none.
     """
 
     stored: QArray
     shape: Any
+    input_factors: Any
 
     @abstractmethod
     def dequantize(self, dtype: Any = None) -> Any:

@@ -65,7 +65,9 @@ def test_it_writes_what_quantize_gives(capsys: pytest.CaptureFixture[str], work:
         from toy_model_of_ptq import apply  # type: ignore[import-not-found]
     finally:
         sys.path.remove(str(work))
-    packed, _ = jc.ptq.quantize(apply, jc.Rule("layers", weight="int4(group=8)"), params, [(x, scale)], [])
+    packed = jc.quantize_fn(apply, jc.Rule("layers", weight="int4(group=8)")).pack(
+        params, batches=[(x, scale)], steps=[]
+    )
     jax.tree.map(np.testing.assert_array_equal, jc.load_safetensors(work / "out.safetensors", nested=True), packed)
 
 
@@ -90,7 +92,10 @@ def what_it_refuses(capsys: pytest.CaptureFixture[str], work: Path) -> None:
     assert main(words("--method", "nearest", data="nan.npz")) == 2
     assert "jchop: error: batches give the product of the parameter 'layers/0' at " in capsys.readouterr().err
     for more, said in {
-        ("--method", "rtn"): "--method 'rtn' must be nearest, or steps of smooth, awq, rotate, correct_error, sparse,",
+        (
+            "--method",
+            "rtn",
+        ): "--method 'rtn' must be nearest, or steps of sequential, smooth, awq, rotate, correct_error, sparse,",
         ("--method", "sparse(2, 4)"): "sparse(2, 4, by='loss') prunes in the sweep of gptq: add it",
         ("--method", "gptq(order='up')"): "order='up' must be one of",
         ("--method", "gptq(open('x'))"): "--method \"gptq(open('x'))\": malformed",

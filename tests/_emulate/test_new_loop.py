@@ -140,7 +140,10 @@ def test_rounded_with_data() -> None:
     assert not found.left_out and [*found] == [*want] == [""]
     np.testing.assert_array_equal(found[""].gram, want[""].gram)
     rule, steps = jc.Rule(weight="int4(group=all)"), [jc.ptq.smooth(), jc.ptq.gptq(), jc.ptq.correct_biases()]
-    results = [jc.ptq.quantize(fun, rule, w, [x], steps, sequential=True) for fun in (program, same)]
+    results = [
+        jc.quantize_fn(fun, rule).pack(w, batches=[x], steps=[jc.ptq.sequential(), *steps], return_report=True)
+        for fun in (program, same)
+    ]
     np.testing.assert_array_equal(*(jc.dequantize(packed) for packed, _ in results))
     (row,), (other,) = (report.weights for _, report in results)
     assert row.method == other.method == "gptq" and (row.before, row.after) == (other.before, other.after)

@@ -355,6 +355,25 @@ def test_layers_that_the_program_stacks_are_rounded(joined: Any) -> None:
     np.testing.assert_array_equal(jax.jit(low)(packed, X[:, :16]), jax.jit(low)(layers, X[:, :16]))
 
 
+def test_a_constant_that_is_rounded_has_a_note() -> None:
+    """A basis that the function computes with is no parameter; a rule without a path rounds it as an activation."""
+    basis = np.cos(np.outer(np.arange(16), np.arange(16)) * np.pi / 16).astype(np.float32)
+
+    def net(p: Any, x: Any) -> Any:
+        with jax.named_scope("dct"):
+            h = x @ basis
+        return basis.T @ (h @ p).T
+
+    rule, (p, x) = jc.Rule(weight="int8(group=all)", activation="int8(group=all)"), (normal(16, 16), X[:, :16])
+    first, weight, last = (row.note for row in jc.quantize_fn(net, rule).report(p, x).products)
+    assert first.startswith("dot_general at test_quantize_fn.py:") and "constant (16×16) is rounded to int8" in first
+    assert first.endswith("Rule('dct') first leaves it") and weight == ""
+    assert last.endswith("Rule('basis') first, within jax.named_scope('basis'), leaves it")
+    report = jc.quantize_fn(net, [jc.Rule("dct"), rule]).report(p, x)
+    assert [row.note for row in report.products] == ["", "", last] and str(report).endswith(f"\n\n{last}")
+    assert not any(row.note for row in jc.quantize_fn(net, jc.Rule(weight="int8")).report(p, x).products)
+
+
 def test_parameters_whose_axes_are_lost_count_as_not_rounded() -> None:
     def net(params: Any, x: Any) -> Any:
         return x @ jnp.sort(params["sorted"], 0) + x @ params["set"].at[0].set(0.0)
@@ -622,7 +641,7 @@ def test_a_function_that_rounds_its_weights_already_is_said() -> None:
                 with pytest.raises(ValueError, match=already.format(by)):
                     call(params, X)
         with pytest.raises(ValueError, match=already.format(by)):
-            jc.ptq.quantize(fun, rule, params, [X])
+            jc.quantize_fn(fun, rule).pack(params, batches=[X], return_report=True)
 
 
 def test_a_rule_of_products_of_parameters_alone_is_said() -> None:

@@ -272,7 +272,7 @@ def test_linen_rotates_as_its_program() -> None:
 
     x, w = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(((3, 16), (16, 4))))
     rule = jc.Rule(weight="int4(group=all)", rotation=FORWARD)
-    module = jc.nn.linen.quantize(linen.Dense(4), rule)
+    module = jc.nn.quantize(linen.Dense(4), rule)
     y = module.apply({"params": {"kernel": w, "bias": jnp.zeros(4)}}, x)
     np.testing.assert_array_equal(y, jc.quantize_fn(lambda p, x: x @ p["kernel"], rule)({"kernel": w}, x))
     assert (y != x @ jc.round_to_format(w, "int4(group=all,axis=0)")).any()

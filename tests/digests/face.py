@@ -15,7 +15,7 @@ from typing import Any
 from digests import FOLDER
 from jchop._emulate.emulate import LazyMethod
 
-MODULES = ("", "formats", "math", "math.linalg", "storage", "nn", "nn.linen", "optim", "ptq", "distributed", "sparsity",
+MODULES = ("", "formats", "math", "math.linalg", "storage", "nn", "optim", "ptq", "distributed", "sparsity",
            "study", "plot", "matlab", "compat.pychop", "compat.pychop.layers", "compat.pychop.optimizers",
            "compat.pychop.math_func", "compat.pychop.ptq", "compat.qtorch", "compat.qtorch.quant",
            "compat.qtorch.auto_low", "compat.qtorch.optim", "compat.piquant", "torch")  # fmt: skip

@@ -20,6 +20,7 @@ from digests.common import KEY, coarse, f32, files_of, folder, jc
 from digests.emulated import whole
 from digests.face import facts
 from digests.training import meshed
+from jchop._quantized.program.adapters import AdaptedParam
 
 RECIPES = ("float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp", "float8_delayed", "mxfp8", "mxfp4",
            "mxfp4_quartet", "nvfp4", "deepseek_fp8", "int8", "int8_stochastic", "ibm_fp8", "ibm_hybrid_fp8", "wage")
@@ -153,17 +154,15 @@ def whole_models() -> Iterator[Call]:
         yield Call(f"nn.quantize equinox {mode}", lambda m=mode: equinox(m), loose=True)
     a8 = {"weight": "int4(group=16)", "activation": "int8"}
     for method, combine in (("minmax", "widest"), ("percentile(90)", "mean"), ("mse", "widest"), ("entropy", "widest")):
-        options = {"method": method, "combine": combine, "run": lambda m, x: m(x * 2), "progress": lambda done: None}
+        options = {"method": method, "combine": combine, "call": lambda m, x: m(x * 2), "progress": lambda done: None}
         yield Call(f"nn.calibrate {method}", lambda o=options: (lambda m: (m(x), m))(n.calibrate(model=n.quantize(Net(), jc.Rule(**a8)), batches=[x, 2 * x], **o)), loose=True)
     yield Call("nn.calibrate plain", lambda: n.calibrate(n.quantize(Net(), jc.Rule(**a8)), [x]), loose=True)
     fold = lambda: n.fold_batch_norms(model=Net(norm=True), pairs={"layers/0": "layers/1"})
     yield Call("nn.fold_batch_norms", lambda: (lambda m: (m(x), m))(fold()), loose=True)
     yield Call("nn.Folded", lambda: [type(layer).__name__ for layer in fold().layers[:2]])
-    yield Call("nn.correct_biases", lambda: n.correct_biases(model=Net(), quantized=n.quantize(Net(), jc.Rule(**W4), "ptq"), batches=[x], run=lambda m, x: m(x),
-                                                             progress=lambda done: None), loose=True)
-    yield Call("nn.quantize_with_data", lambda: (lambda r: (r[0], whole(r[1])))(n.quantize_with_data(model=Net(), rules=jc.Rule(**W4), batches=[x])), loose=True)
-    with_ = {"sequential": True, "rngs": None, "progress": lambda done: None}
-    yield Call("nn.quantize_with_data options", lambda: n.quantize_with_data(Net(), jc.Rule(**W4), [x], steps=[jc.ptq.gptq(block=8)], **(with_ | {"rngs": rngs()}))[0], loose=True)
+    yield Call("nn.Folded layer", lambda: (lambda layer: (layer(x, use_running_average=True), facts(layer)))(fold().layers[1]))
+    yield Call("nn.quantize_with_data", lambda: (lambda r: (r[0], whole(r[1])))(jc.nn.quantize(Net(), jc.Rule(**W4), "ptq", batches=[x], return_report=True)), loose=True)
+    yield Call("nn.quantize_with_data options", lambda: n.quantize(Net(), jc.Rule(**W4), "ptq", batches=[x], steps=[jc.ptq.sequential(), jc.ptq.gptq(block=8)], rngs=rngs()), loose=True)
     yield Call("ptq.sparse step", lambda: jc.ptq.sparse(2, 4))
     yield Call("nn.report", lambda: (lambda r: (whole(r), facts(r), [facts(row) for row in r.rows]))(n.report(model=Net(), rules=jc.Rule("layers/0", **a8))))
     for case, options in {"batches": {"batches": [x]}, "inputs": {"inputs": (x,)}, "platform": {"platform": "h200"}}.items():
@@ -246,13 +245,12 @@ def adapters() -> Iterator[Call]:
         yield Call(f"nn.LoraRule {case}", lambda c=case: (lambda rule: (str(rule), facts(rule)))(n.LoraRule("layers/0", **lora[c])))
     yield Call("nn.merge_lora", lambda: (n.merge_lora(model=added()), n.merge_lora(added(), requantize=True)), loose=True)
     yield Call("nn.split_lora", lambda: (lambda r: (r[0], r[1]))(n.split_lora(model=added())), loose=True)
-    yield Call("nn.Folded layer", lambda: (lambda layer: (layer(x, use_running_average=True), facts(layer)))(n.Folded()))
     yield Call("nn.Adapted", lambda: added().layers[0](x), loose=True)
 
     def kept() -> Any:
         with folder() as where:
-            n.save_lora(folder=where, model=added())
-            return files_of(where), n.load_lora(folder=where, model=base(), rngs=rngs(5))
+            n.save_lora(path=where, model=added())
+            return files_of(where), n.load_lora(path=where, model=base(), rngs=rngs(5))
 
     yield Call("nn.save_lora", kept, loose=True)
 
@@ -267,7 +265,7 @@ def adapters() -> Iterator[Call]:
         return low(adapted, x), jax.tree.leaves(again), jax.tree.leaves(n.lora_mask(model=adapted)), n.merge_lora(adapted), [str(k) for k in facts(one)], jax.tree.leaves(one)
 
     yield Call("nn.lora function", function, loose=True)
-    yield Call("nn.AdaptedParam", lambda: jax.tree.leaves(n.AdaptedParam(base=jnp.ones((2, 2)), adapter=None)))
+    yield Call("nn.AdaptedParam", lambda: jax.tree.leaves(AdaptedParam(base=jnp.ones((2, 2)), adapter=None)))  # type: ignore[arg-type]
     yield from linen()
 
 
@@ -279,50 +277,49 @@ def linen() -> Iterator[Call]:
         def __call__(self, x: Any) -> Any:
             return nn.Dense(4)(nn.relu(nn.Dense(16)(x)))
 
-    l, x, keys = jc.nn.linen, f32(X), {"rounding": KEY}  # noqa: E741
+    n, x, keys = jc.nn, f32(X), {"rounding": KEY}
     for name, rule in {"w4": W4, "w8a8": {"weight": "int8(group=all)", "activation": "int8(group=all)"}, "noisy": {"weight": "e4m3:stochastic"},
                        "lsq": {"weight": "int4(group=16)", "scale_from": jchop.LSQ()}}.items():
 
         def used(rule: Any = rule) -> Any:
-            low = l.quantize(module=Tower(), rules=jc.Rule(**rule))
+            low = jc.nn.quantize(model=Tower(), rules=jc.Rule(**rule))
             variables = low.init({"params": KEY, **keys}, x)
             packed = low.pack(variables, x, rngs=keys)
             return variables, packed, low.apply(packed, x, rngs=keys), low.start(Tower().init(KEY, x), x, rngs=keys), whole(low.report(variables, x, rngs=keys, platform=None))
 
         yield Call(f"linen.quantize {name}", used, loose=True)
-    program = lambda rule: l.quantize(Tower(), jc.Rule(**rule))
+    program = lambda rule: jc.nn.quantize(Tower(), jc.Rule(**rule))
     v = lambda: Tower().init(KEY, x)
     a8 = {"weight": "int4(group=16)", "activation": "int8"}
     yield Call("linen.Quantized.calibrate", lambda: program(a8).calibrate(v(), [x], method="percentile(90)", combine="mean", rngs=keys), loose=True)
-    yield Call("linen.Quantized.quantize_with_data", lambda: program(W4).quantize_with_data(v(), [x], steps=[jc.ptq.gptq(block=8)], sequential=True, rngs=keys,
-                                                                                          progress=lambda n: None)[0], loose=True)
+    yield Call("linen.Quantized.quantize_with_data", lambda: program(W4).pack(v(), batches=[x], steps=[jc.ptq.sequential(), jc.ptq.gptq(block=8)], rngs=keys), loose=True)
     yield Call("linen.Quantized.report", lambda: str(program(a8).report(v(), x, platform="h200")))
-    yield Call("linen.constructors", lambda: (str(type(l.Quantized(module=Tower(), rules=(jc.Rule(**W4),))).__name__), l.Quantized(module=Tower(), rules=(jc.Rule(**W4),)).apply(v(), x)), loose=True)
+    yield Call("linen.constructors", lambda: (str(type(program(W4)).__name__), program(W4).apply(v(), x)), loose=True)
 
     noisy = program({"weight": "e4m3:stochastic"})
     yield Call("linen.Quantized.key", lambda: [noisy.key(keys), program(W4).key(None)])
-    yield Call("linen.Quantized.apply_with_key", lambda: noisy.apply_with_key(noisy.key(keys), v(), (x,), None, {}), loose=True)
+    yield Call("linen.Quantized.apply stochastic", lambda: noisy.apply(v(), x, rngs=keys), loose=True)
     yield Call("linen.Quantized.traced", lambda: program(W4).traced(v(), (x,), None, {})[0].paths)
 
     def packed() -> Any:
-        low = l.quantize(Tower(), jc.Rule(**W4))
+        low = n.quantize(Tower(), jc.Rule(**W4))
         one = low.pack(v(), x)["params"]["Dense_0"]["kernel"]
         return jax.tree.leaves(one), facts(one), jc.dequantize(one, dtype="bfloat16")
 
     yield Call("linen.pack", packed)
 
     def adapted() -> Any:
-        low = l.quantize(Tower(), jc.Rule(**W4))
+        low = n.quantize(Tower(), jc.Rule(**W4))
         plain = v()
-        module, variables = l.add_lora(low, low.pack(plain, x), jc.nn.LoraRule("*", rank=2, init="loftq"), x, key=KEY, original=plain, rngs=keys)
+        packed = low.pack(plain, x)
+        variables = n.add_lora(packed, n.LoraRule("*", rank=2, init="loftq"), fun=low, inputs=(x,), key=KEY, original=plain)
         with folder() as where:
-            l.save_lora(folder=where, adapted=module, variables=variables)
+            n.save_lora(where, variables)
             kept = files_of(where)
-            again = l.load_lora(folder=where, module=low, variables=low.pack(plain, x))[1]
-        merged = l.merge_lora(module, variables, x, requantize=True, rngs=keys)[1]
-        built = l.Adapted(module=low, rules=(("Dense_0", jc.nn.LoraRule("*", rank=2)),))
-        split = l.split_lora(adapted=module, variables=variables)
-        return variables, module.apply(variables, x, rngs=keys), kept, again, merged, type(built).__name__, split[1:]
+            again = n.load_lora(where, packed, fun=low, inputs=(x,))
+        merged, split = n.merge_lora(variables, requantize=True), n.split_lora(variables)
+        arrays = lambda v: {**v, "lora": {name: {"lora_a": own["kernel"].lora_a, "lora_b": own["kernel"].lora_b} for name, own in v["lora"].items()}}
+        return arrays(variables), low.apply(variables, x, rngs=keys), kept, arrays(again), merged, "Adapted", split
 
     yield Call("linen.lora", adapted, loose=True)
 

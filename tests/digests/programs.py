@@ -196,7 +196,7 @@ def ptq() -> Iterator[Call]:
     def run(make: Any = None, rule: Any = rule, **options: Any) -> Any:
         params, x = layers()
         given = {"steps": make(jc.ptq)} if make else {}
-        packed, report = jc.ptq.quantize(fun=mlp, rules=jc.Rule(**rule), params=params, batches=[x[:32], x[32:]], **given, **options)
+        packed, report = jc.quantize_fn(mlp, jc.Rule(**rule)).pack(params=params, batches=[x[:32], x[32:]], return_report=True, **given, **options)
         return packed, whole(report)
 
     for name, make in steps.items():
@@ -205,7 +205,8 @@ def ptq() -> Iterator[Call]:
     yield Call("ptq.quantize hqq", lambda: run(lambda p: [p.hqq(iterations=5, norm=0.5, weight=4.0, growth=1.1, whole_start=True), p.gptq()], hqq), loose=True)
     for weight in ("nvfp4", "e4m3fn(group=all)", "nf4(group=8)", "int4(group=8,sparse=2:4)", "int4(group=8):stochastic"):
         yield Call(f"ptq.quantize {weight}", lambda w=weight: run(None, {"weight": w}, **({"key": KEY} if "stochastic" in w else {})), loose=True)
-    for case, options in {"sequential": {"sequential": True}, "memory": {"memory": "40KiB"}, "progress": {"progress": lambda n: None}}.items():
+    yield Call("ptq.quantize sequential", lambda: run(lambda p: [p.sequential(), p.gptq()], {"weight": "int4(group=8)", "activation": "int8(group=all)"}), loose=True)
+    for case, options in {"memory": {"memory": "40KiB"}, "progress": {"progress": lambda n: None}}.items():
         yield Call(f"ptq.quantize {case}", lambda o=options: run(None, {"weight": "int4(group=8)", "activation": "int8(group=all)"}, **o), loose=True)
 
     def resumed() -> Any:
@@ -219,7 +220,7 @@ def ptq() -> Iterator[Call]:
     yield Call("InputStatistics", lambda: facts(jc.ptq.statistics(mlp, layers()[0], [layers()[1]])["first"]), loose=True)
     for name in ("gptq", "sign_round", "clip", "hqq", "correct_error", "correct_biases", "smooth", "awq", "rotate"):
         yield Call(f"ptq.{name}", lambda n=name: getattr(jc.ptq, n)())
-    yield Call("PtqReport.plot", lambda: jc.ptq.quantize(mlp, jc.Rule(**rule), *layers()[:1], [layers()[1]])[1].plot(title="mine"), loose=True)
+    yield Call("PtqReport.plot", lambda: jc.quantize_fn(mlp, jc.Rule(**rule)).pack(layers()[0], batches=[layers()[1]], return_report=True)[1].plot(title="mine"), loose=True)
 
 
 def calls() -> Iterator[Call]:

@@ -62,7 +62,7 @@ def pictures() -> Iterator[Call]:
         yield Call(f"plot.report {case}", lambda t=title: p.report(seen=low().report(X, trace_values=True), **t), loose=True)
         yield Call(f"plot.blame {case}", lambda t=title: p.blame(seen=low().blame(X), **t, **({"most": 2} if t else {})), loose=True)
         yield Call(f"plot.tune {case}", lambda t=title: p.tune(seen=jc.tune(halves, [(X,)], 1e-2, ["bfloat16", "tf32"]), **t), loose=True)
-        yield Call(f"plot.calibration {case}", lambda t=title: p.calibration(seen=jc.ptq.quantize(mlp, jc.Rule(weight="int4(group=8)"), layers()[0], [layers()[1]])[1], **t), loose=True)
+        yield Call(f"plot.calibration {case}", lambda t=title: p.calibration(seen=jc.quantize_fn(mlp, jc.Rule(weight="int4(group=8)")).pack(layers()[0], batches=[layers()[1]], return_report=True)[1], **t), loose=True)
         yield Call(f"plot.sensitivity {case}", lambda t=title: p.sensitivity(seen=jc.nn.sensitivity(Net(), [f32(coarse("net", (8, 32)))], ["e4m3fn", "e5m2"]), **t), loose=True)
 
 
@@ -132,7 +132,7 @@ def commands() -> Iterator[Call]:
         "inspect w.safetensors", "inspect gptq --json", "inspect gptq --layout gptq", "convert gptq ct --layout compressed-tensors --inexact --shard 1 --json",
         "convert gptq plain --layout plain --from gptq", "completion bash", "completion fish", "completion zsh", "doctor --json",
         "ptq model_of_digests:net w.safetensors data.npz --rule *=int4(group=8) --out q.safetensors --batch 8",
-        "ptq model_of_digests:net w.safetensors data.npz --rule *=int4(group=8) --method clip,gptq --sequential --out q.safetensors --report json --activation int8 --memory 1MiB --seed 1",
+        "ptq model_of_digests:net w.safetensors data.npz --rule *=int4(group=8) --method sequential,clip,gptq --out q.safetensors --report json --activation int8 --memory 1MiB --seed 1",
         "--version", "nonsense", "roun 1",
     ]
     for line in lines:

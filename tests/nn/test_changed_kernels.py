@@ -72,7 +72,7 @@ def a_mask_is_kept_if_no_kernel_is_packed_and_multiplied_once() -> None:
     ],
 )
 def test_a_masked_convolution_of_linen_is_packed_as_it_is_trained(kind: Any, half: float, spec: str) -> None:
-    module = jc.nn.linen.quantize(kind(4, (3,), mask=jnp.asarray(half * MASK)), Rule(weight=spec))
+    module = jc.nn.quantize(kind(4, (3,), mask=jnp.asarray(half * MASK)), Rule(weight=spec))
     variables = {"params": {"kernel": jnp.asarray(KERNEL), "bias": jnp.zeros(4)}}
     y, packed = module.apply(variables, X), module.pack(variables, X)
     np.testing.assert_array_equal(module.apply(packed, X), y)
@@ -97,7 +97,7 @@ class Masked(linen.Module):
 @further.first
 def a_mask_may_be_made_in_the_call() -> None:
     for numpy in (False, True):
-        module = jc.nn.linen.quantize(Masked(numpy=numpy), Rule(weight="int4(group=all)"))
+        module = jc.nn.quantize(Masked(numpy=numpy), Rule(weight="int4(group=all)"))
         variables = module.init(jax.random.key(0), X)
         np.testing.assert_array_equal(module.apply(module.pack(variables, X), X), module.apply(variables, X))
 
@@ -157,7 +157,7 @@ def what_the_wrapper_does_not_change_is_packed() -> None:
     rule = Rule(bias="e4m3")
     packed = jc.nn.quantize(model, rule, mode="ptq")
     np.testing.assert_array_equal(packed(X2), jc.nn.quantize(model, rule)(X2))
-    rows = jc.nn.quantize_with_data(model, INT4, [X2])[1].weights
+    rows = jc.nn.quantize(model, INT4, "ptq", batches=[X2], return_report=True)[1].weights
     assert rows[0].path == "first/kernel" and rows[0].method == "gptq" and rows[0].after > rows[0].before
     assert all(row.method == "nearest" for row in rows[1:]) and "no step by the inputs of one use" in rows[1].note
 
@@ -231,12 +231,12 @@ class Wrapped(linen.Module):
 def test_a_kernel_of_linen_that_is_changed_is_packed_before(kind: str, path: str) -> None:
     module = Wrapped(kind)
     variables = module.init(jax.random.key(0), X2)
-    low = jc.nn.linen.quantize(module, INT4)
+    low = jc.nn.quantize(module, INT4)
     packed = low.pack(variables, X2)
     assert isinstance(flatten_dict(packed["params"], sep="/")[f"{path}/kernel"], jc.QArray)
     np.testing.assert_array_equal(low.apply(packed, X2), low.apply(variables, X2))
     rules = [Rule(path + "/"), INT4]
-    others = jc.nn.linen.quantize(module, rules)
+    others = jc.nn.quantize(module, rules)
     np.testing.assert_array_equal(others.apply(others.pack(variables, X2), X2), others.apply(variables, X2))
 
 
@@ -257,7 +257,7 @@ def test_a_kernel_in_a_transformation_is_packed(lift: str) -> None:
                 made = getattr(linen, lift)(Step)
             return made()(x, None)[0]
 
-    module = jc.nn.linen.quantize(Lifted(), INT4)
+    module = jc.nn.quantize(Lifted(), INT4)
     variables = module.init(jax.random.key(0), X2)
     np.testing.assert_array_equal(module.apply(module.pack(variables, X2), X2), module.apply(variables, X2))
 

@@ -99,7 +99,7 @@ def test_numbers_beyond_the_range_of_the_model_are_refused(tmp_path: Path) -> No
 
 
 def a_model_that_was_rounded_with_data(model: Any, tmp_path: Path) -> None:
-    rounded, _ = jc.nn.quantize_with_data(model, Rule("again", weight=INT4), [TOKENS])
+    rounded = jc.nn.quantize(model, Rule("again", weight=INT4), "ptq", batches=[TOKENS])
     save_checkpoint(tmp_path / "gptq", rounded, "compressed-tensors")
     loaded = load_checkpoint(tmp_path / "gptq", like())
     np.testing.assert_array_equal(jc.dequantize(loaded.again.kernel[...]), jc.dequantize(rounded.again.kernel[...]))

@@ -84,8 +84,8 @@ def modules_of_linen() -> None:
             x = linen.Conv(8, (3,))(x)
             return linen.DenseGeneral((2, 3))(linen.MultiHeadDotProductAttention(2)(x, x))
 
-    low = jc.nn.linen.quantize(Net(), jc.Rule(weight="int4(group=4)", activation=ROW, product="codes"))
-    floats = jc.nn.linen.quantize(Net(), jc.Rule(weight="int4(group=4)", activation=ROW))
+    low = jc.nn.quantize(Net(), jc.Rule(weight="int4(group=4)", activation=ROW, product="codes"))
+    floats = jc.nn.quantize(Net(), jc.Rule(weight="int4(group=4)", activation=ROW))
     variables = low.init(jax.random.key(0), X)
     y = jax.jit(low.apply)(variables, X)
     np.testing.assert_array_equal(jax.jit(low.apply)(low.pack(variables, X), X), y)
@@ -197,7 +197,7 @@ def test_the_report_says_which_operands_reach_the_units() -> None:
 
 def test_reports_of_linen_and_of_programs_say_it_too() -> None:
     rule = jc.Rule(weight=ROW, activation=ROW, product="codes")
-    low = jc.nn.linen.quantize(linen.Dense(4), rule)
+    low = jc.nn.quantize(linen.Dense(4), rule)
     x = jnp.ones((2, 8))
     variables = jax.eval_shape(low.init, jax.random.key(0), x)
     assert [row.operands for row in low.report(variables, x, platform="h200").products] == ["int8 x int8 -> int32"]
@@ -219,7 +219,7 @@ def layers_without_a_product_refuse() -> None:
     with pytest.raises(NotImplementedError, match="none from scale_from"):
         jc.nn.quantize(layers("Linear"), jc.Rule(weight=ROW, scale_from=jc.LSQ(), product="codes"))
     module = linen.Einsum((8, 4), "btd,dk->btk")
-    low = jc.nn.linen.quantize(module, rule)  # a program has its product
+    low = jc.nn.quantize(module, rule)  # a program has its product
     assert low.report(module.init(jax.random.key(0), X), X).products[0].roundings["product"] == "codes"
 
 

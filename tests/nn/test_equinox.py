@@ -117,7 +117,7 @@ def methods_and_scales() -> None:
     assert sorted(jc.nn.report(model, RULE, inputs=both)) == ["__call__", "hidden"]
 
     low = jc.nn.quantize(mlp(), Rule(weight="int8(group=all)", activation="int8"), "ptq", inputs=(X[0],))
-    fixed = jc.nn.calibrate(low, [X[:2], X[2:]], run=lambda model, x: jax.vmap(model)(x))
+    fixed = jc.nn.calibrate(low, [X[:2], X[2:]], call=lambda model, x: jax.vmap(model)(x))
     span = fixed.quantization_scales.stats["layers/0/weight_activation_range"]
     assert span.tolist() == [float(X.min()), float(X.max())]
     assert not bool((run(fixed, 2 * X) == run(low, 2 * X)).all())
@@ -146,20 +146,26 @@ def stochastic_rules_take_keys() -> None:
     assert type(packed.layers[0].weight).__name__ == "QArray"
 
 
-def rounding_with_data_is_said_on_one_line_and_as_it_is_said() -> None:
-    """Errors name the class of a model alone; the way out that one names gives the codes of the plain function."""
-    for call, more in ((jc.nn.quantize_with_data, [[X]]), (jc.nn.sensitivity, [[X]]), (jc.nn.linen.quantize, [])):
-        with pytest.raises(TypeError, match=r"^(model|module)=MLP must be a module of Flax [^\n]*$"):
-            call(mlp(), RULE, *more)
-    with pytest.raises(TypeError, match=r"for Equinox jc.ptq.quantize\(lambda m, x: jax.vmap\(m\)\(x\), rules, model"):
-        jc.nn.quantize_with_data(mlp(), RULE, [X])  # type: ignore[type-var]
-    rounded, _ = jc.ptq.quantize(lambda m, x: jax.vmap(m)(x), RULE, mlp(), [X], [jc.ptq.gptq()])
+def rounding_with_data_gives_the_codes_of_the_plain_function() -> None:
+    with pytest.raises(TypeError, match=r"^model=MLP must be a module of Flax [^\n]*$"):
+        jc.nn.sensitivity(mlp(), RULE, [[X]])
+    call: Any = lambda m, x: jax.vmap(m)(x)  # noqa: E731
+    rounded, report = jc.nn.quantize(
+        mlp(), RULE, "ptq", call=call, batches=[X], steps=[jc.ptq.gptq()], return_report=True
+    )
+    assert [row.path for row in report.weights] == ["layers/0/weight", "layers/1/weight"]
+    of_inputs = jc.nn.quantize(mlp(), RULE, "ptq", call=call, inputs=(X,))
+    want = jc.nn.quantize(mlp(), RULE, "ptq", inputs=(X[0],))
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(of_inputs), jax.tree.leaves(want))
+    np.testing.assert_array_equal(jax.vmap(rounded)(X), jc.quantize_fn(call, RULE)(rounded, X))
 
     def plain(p: Any, x: Any) -> Any:
         return jax.nn.relu(x @ p["a"].T + p["c"]) @ p["b"].T
 
     first, last = mlp().layers
-    want, _ = jc.ptq.quantize(plain, RULE, {"a": first.weight, "b": last.weight, "c": first.bias}, [X], [jc.ptq.gptq()])
+    want = jc.quantize_fn(plain, RULE).pack(
+        {"a": first.weight, "b": last.weight, "c": first.bias}, batches=[X], steps=[jc.ptq.gptq()]
+    )
     for got, own in ((rounded.layers[0].weight, want["a"]), (rounded.layers[1].weight, want["b"])):
         np.testing.assert_array_equal(jc.dequantize(got), jc.dequantize(own))
 
@@ -191,7 +197,7 @@ def an_mlp_in_numpy() -> None:
     [
         an_mlp_in_numpy,
         pytest.param(stochastic_rules_take_keys, marks=pytest.mark.slow),
-        pytest.param(rounding_with_data_is_said_on_one_line_and_as_it_is_said, marks=pytest.mark.slow),
+        pytest.param(rounding_with_data_gives_the_codes_of_the_plain_function, marks=pytest.mark.slow),
         pytest.param(methods_and_scales, marks=pytest.mark.slow),
     ],
     ids=lambda check: check.__name__,

@@ -88,7 +88,7 @@ def of_nnx(layer: Layer, formats: Formats) -> Model:
 
 def of_linen(layer: Layer, formats: Formats, given: Any, x: Any) -> Model:
     """In Linen; with the parameters that are given, where its own have the same names."""
-    module = jc.nn.linen.quantize(layer.linen, rule_for(layer, formats))  # type: ignore[arg-type]
+    module = jc.nn.quantize(layer.linen, rule_for(layer, formats))  # type: ignore[arg-type]
     shapes = jax.eval_shape(lambda: module.init(jax.random.key(0), *layer.arguments(x), **layer.more))
     rest = {name: drawn(tree) for name, tree in shapes.items() if name != "params"}
     own = drawn(shapes["params"])
@@ -237,7 +237,7 @@ def einsum_packs_in_the_order_of_the_sum() -> None:
 def einsum_of_linen_may_get_its_subscripts_in_the_call() -> None:
     x, text = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4)), "float32"), "ab,bc->ac"
     rule = jc.Rule(weight="int8(group=4)", activation="int8(group=4)", gradient="e5m2")
-    late, early = (jc.nn.linen.quantize(layer, rule) for layer in (linen.Einsum((4, 2)), linen.Einsum((4, 2), text)))
+    late, early = (jc.nn.quantize(layer, rule) for layer in (linen.Einsum((4, 2)), linen.Einsum((4, 2), text)))
     variables = early.init(jax.random.key(0), x)
 
     def of(module: Any, *said: Any) -> Any:

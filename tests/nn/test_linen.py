@@ -14,7 +14,6 @@ from jax import export
 from layer_references import checked
 
 import jchop as jc
-import jchop.nn.linen as quantized_linen
 
 further = Further()
 
@@ -57,7 +56,7 @@ def start() -> tuple[Any, Any]:
 def gradients_and_packed_parameters_are_those_of_the_twin() -> None:
     variables, twin = start()
     rules = [jc.Rule("head", weight=WEIGHT, activation="e4m3", gradient="e5m2"), jc.Rule("conv", weight="e4m3")]
-    tower, rounded = quantized_linen.quantize(Tower(), rules), jc.nn.quantize(twin, rules)
+    tower, rounded = jc.nn.quantize(Tower(), rules), jc.nn.quantize(twin, rules)
 
     @nnx.jit
     def run(variables: Any, rounded: Any) -> Any:
@@ -76,14 +75,14 @@ def gradients_and_packed_parameters_are_those_of_the_twin() -> None:
 
 
 def cells_are_made_of_dense_layers_and_state_goes_through() -> None:
-    cell = quantized_linen.quantize(linen.GRUCell(4), jc.Rule(weight="fixed2.2"))
+    cell = jc.nn.quantize(linen.GRUCell(4), jc.Rule(weight="fixed2.2"))
     x, h = jnp.ones((2, 4)), jnp.full((2, 4), 0.5)
     variables = cell.init(jax.random.key(0), h, x)
     rounded = jax.tree_util.tree_map_with_path(
         lambda path, v: jc.round_to_format(v, "fixed2.2") if path[-1].key == "kernel" else v, variables
     )
     np.testing.assert_array_equal(cell.apply(variables, h, x)[1], linen.GRUCell(4).apply(rounded, h, x)[1])
-    norm = quantized_linen.quantize(linen.BatchNorm(use_running_average=False), jc.Rule(activation="e4m3"))
+    norm = jc.nn.quantize(linen.BatchNorm(use_running_average=False), jc.Rule(activation="e4m3"))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(6, 4)), "float32")
     variables = norm.init(jax.random.key(0), x)
     y, after = norm.apply(variables, x, mutable=["batch_stats"])
@@ -103,7 +102,7 @@ def test_what_cannot_be_quantized_is_named() -> None:
     x = jnp.ones((1, 4))
 
     def run(module: Any, rules: Any) -> Any:
-        wrapped = quantized_linen.quantize(module, rules)
+        wrapped = jc.nn.quantize(module, rules)
         return wrapped.apply(wrapped.init(jax.random.key(0), x), x)
 
     assert run(Bare(), jc.Rule(weight="e4m3", output="e4m3")).shape == (1, 2)
@@ -115,8 +114,9 @@ def test_what_cannot_be_quantized_is_named() -> None:
     assert run(own, jc.Rule(weight="e4m3")).shape == (1, 2)
     with pytest.raises(ValueError, match=r"Rule\('Dense_0', .*\): cache has no effect .*of attention"):
         run(Bare(), [jc.Rule("Dense_0", bias="e4m3", gradient="e5m2", cache="int8(group=all)"), jc.Rule("*")])
-    with pytest.raises(TypeError, match="module of Flax Linen"):
-        quantized_linen.quantize(Twin(rngs=nnx.Rngs(0)), jc.Rule())  # type: ignore[arg-type]
+    for more in ({"mode": "ptq"}, {"batches": [x]}, {"inputs": (x,)}):
+        with pytest.raises(ValueError, match=rf"^{next(iter(more))}: .* write .*pack\(variables, \*args\)"):
+            jc.nn.quantize(Bare(), "int8", **more)  # type: ignore[arg-type]
 
 
 class Told(linen.Module):
@@ -130,7 +130,7 @@ class Told(linen.Module):
 def arguments_that_are_no_arrays_go_through() -> None:
     """By position as by name, also within others and beside arrays."""
     x, pair = np.ones((1, 4), np.float32), (jnp.ones(2), "beside")
-    told = quantized_linen.quantize(Told(), jc.Rule(weight="e4m3"))
+    told = jc.nn.quantize(Told(), jc.Rule(weight="e4m3"))
     variables = told.init(jax.random.key(0), x, "sin", True, pair)
     y = told.apply(variables, x, "cos", False, pair)
     np.testing.assert_array_equal(y, told.apply(variables, x=x, how="cos", double=False, pair=pair))
@@ -147,7 +147,7 @@ def packed_parameters_are_numbers_for_functions_of_trees() -> None:
             return layer(8, name="heads")(linen.Conv(8, (3, 3), name="conv")(x))
 
     x = jnp.ones((2, 4, 4, 3))
-    low = quantized_linen.quantize(Net(), jc.Rule(weight="int4(group=8)"))
+    low = jc.nn.quantize(Net(), jc.Rule(weight="int4(group=8)"))
     variables = low.init(jax.random.key(0), x)
     packed = low.pack(variables, x)
     numbers = jc.storage.dequantize_params(packed)
@@ -162,7 +162,7 @@ def packed_parameters_are_numbers_for_functions_of_trees() -> None:
 
 def stochastic_rules_draw_from_their_stream() -> None:
     rule = jc.Rule(weight="e4m1:stochastic", bias="e4m1:stochastic", activation="e4m1:stochastic")
-    dense = quantized_linen.quantize(linen.Dense(8), rule)
+    dense = jc.nn.quantize(linen.Dense(8), rule)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 8)), "float32")
     variables = dense.init(jax.random.key(0), x)
     first, again, other = (dense.apply(variables, x, rngs={"rounding": jax.random.key(k)}) for k in (0, 0, 1))
@@ -198,7 +198,7 @@ class Apart(linen.Module):
 def test_parameters_results_and_their_cotangents_draw_each_for_itself() -> None:
     half = "fixed8.0:stochastic:gradient=[fixed8.0:stochastic]"
     rules = [jc.Rule("{one,two}", bias=half), jc.Rule("out", output=half)]
-    low, x = quantized_linen.quantize(Apart(), rules), jnp.zeros((1, 2))
+    low, x = jc.nn.quantize(Apart(), rules), jnp.zeros((1, 2))
     variables = Apart().init(jax.random.key(0), x)
     results, pull = jax.vjp(lambda v: low.apply(v, x, rngs={"rounding": jax.random.key(1)}), variables)
     (slopes,) = pull([jnp.full((1, 32), 0.5)] * 3)
@@ -220,13 +220,13 @@ def test_norms_are_rounded_by_rules_of_their_own_alone() -> None:
     variables = Normed().init(jax.random.key(0), x)
     variables["params"]["norm"]["scale"] = jnp.linspace(0.3, 1.7, 8)
     rule = jc.Rule(weight="int4(group=4)", activation="e2m1")
-    wide = quantized_linen.quantize(Normed(), rule)
+    wide = jc.nn.quantize(Normed(), rule)
     packed = wide.pack(variables, x)
     np.testing.assert_array_equal(wide.apply(packed, x), wide.apply(variables, x))
     assert isinstance(packed["params"]["norm"]["scale"], jax.Array)
     assert {row.path: row.spec for row in wide.report(variables, x).parameters}["norm/scale"] == ""
 
-    own = quantized_linen.quantize(Normed(), [jc.Rule(layer="RMSNorm", weight="e2m1", activation="e4m3"), rule])
+    own = jc.nn.quantize(Normed(), [jc.Rule(layer="RMSNorm", weight="e2m1", activation="e4m3"), rule])
     stored = own.pack(variables, x)
     assert isinstance(stored["params"]["norm"]["scale"], jc.QArray)
     assert {row.path: row.spec for row in own.report(variables, x).parameters}["norm/scale"] == "e2m1"
@@ -234,7 +234,7 @@ def test_norms_are_rounded_by_rules_of_their_own_alone() -> None:
     assert (own.apply(variables, x) != wide.apply(variables, x)).any()
 
     scale = {"params": {"scale": jnp.linspace(0.3, 1.7, 8)}}
-    norm = quantized_linen.quantize(linen.RMSNorm(), jc.Rule(activation="e4m3"))
+    norm = jc.nn.quantize(linen.RMSNorm(), jc.Rule(activation="e4m3"))
     by_hand = linen.RMSNorm().apply(scale, jc.round_to_format(x, "e4m3"))
     np.testing.assert_array_equal(norm.apply(scale, x), by_hand)
 
@@ -250,7 +250,7 @@ def test_rules_for_classes_reach_modules_without_parameters() -> None:
     rules = [jc.Rule(layer="MultiHead*", activation="e4m3"), jc.Rule(layer="LayerNorm", activation="e5m2")]
     x = X[..., :4]
     variables = Attended().init(jax.random.key(0), x)
-    low, attention = (quantized_linen.quantize(Attended(), some) for some in (rules, rules[:1]))
+    low, attention = (jc.nn.quantize(Attended(), some) for some in (rules, rules[:1]))
     rounded = [row.parameters for row in low.report(variables, x).products if row.roundings]
     assert rounded == [(), ()]  # both products of attention, and no other
     _, seen = attention.apply(variables, x, capture_intermediates=True)
@@ -258,11 +258,11 @@ def test_rules_for_classes_reach_modules_without_parameters() -> None:
     by_hand = linen.LayerNorm(use_scale=False, use_bias=False).apply({}, jc.round_to_format(y, "e5m2"))
     np.testing.assert_array_equal(low.apply(variables, x), by_hand)
     with pytest.raises(ValueError, match=r"GroupNorm.* matches no parameter and no product"):
-        quantized_linen.quantize(Attended(), jc.Rule(layer="GroupNorm", activation="e5m2")).apply(variables, x)
+        jc.nn.quantize(Attended(), jc.Rule(layer="GroupNorm", activation="e5m2")).apply(variables, x)
 
 
 def test_interceptors_of_the_caller_are_called_in_each_call() -> None:
-    low, x = quantized_linen.quantize(linen.Dense(2), jc.Rule(weight="e4m3")), jnp.ones((1, 4))
+    low, x = jc.nn.quantize(linen.Dense(2), jc.Rule(weight="e4m3")), jnp.ones((1, 4))
     variables = low.init(jax.random.key(0), x)
     y, seen = low.apply(variables, x), []
 
@@ -279,7 +279,7 @@ def test_interceptors_of_the_caller_are_called_in_each_call() -> None:
 
 @further
 def packed_variables_are_arguments_of_exported_programs() -> None:
-    dense, x = quantized_linen.quantize(linen.Dense(2), jc.Rule(weight="int4(group=4)")), X[0]
+    dense, x = jc.nn.quantize(linen.Dense(2), jc.Rule(weight="int4(group=4)")), X[0]
     variables = dense.pack(dense.init(jax.random.key(0), x), x)
     run = jax.jit(dense.apply)
     stored = export.export(run)(variables, x).serialize()

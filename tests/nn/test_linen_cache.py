@@ -24,7 +24,7 @@ def attention(**more: Any) -> Any:
 
 
 PLAIN = attention(decode=True)
-LAYER = jc.nn.linen.quantize(PLAIN, CACHE)
+LAYER = jc.nn.quantize(PLAIN, CACHE)
 
 
 @cache
@@ -76,7 +76,7 @@ def masks_and_dropouts_go_through() -> None:
     """Where nothing is rounded, a rounded attention is Linen's own with all that this is given."""
     mask = linen.make_causal_mask(jnp.ones(X.shape[:2]))
     plain = attention(dropout_rate=0.5, broadcast_dropout=False)
-    exact = jc.nn.linen.quantize(plain, jc.Rule(activation="binary32"))
+    exact = jc.nn.quantize(plain, jc.Rule(activation="binary32"))
 
     @jax.jit
     def run(key: Any) -> Any:
@@ -114,7 +114,7 @@ def test_attention_with_functions_of_its_own_is_a_program_too() -> None:
     for more in ({"force_fp32_for_softmax": True}, own):
         module = attention(**more)
         variables = jax.eval_shape(lambda module=module: module.init(jax.random.key(0), X))
-        layer = jc.nn.linen.quantize(module, jc.Rule(activation="e4m3"))
+        layer = jc.nn.quantize(module, jc.Rule(activation="e4m3"))
         products = layer.report(variables, X).products
         assert len(products) == 6 and all(row.roundings["activation"] == "float8_e4m3" for row in products)
         assert jax.eval_shape(lambda v, layer=layer: layer.apply(v, X), variables).shape == X.shape

@@ -51,7 +51,7 @@ SITES = {"conv": "conv_general_dilated", "general": "dot_general", "head": "dot_
 
 def start(rules: Any) -> tuple[Any, Any, Any]:
     """The module, its variables, and the twin that has them."""
-    net = jc.nn.linen.quantize(Net(), rules)
+    net = jc.nn.quantize(Net(), rules)
     variables = jax.jit(net.init)(jax.random.key(0), X[0])
     twin = nnx.eval_shape(lambda: Twin(rngs=nnx.Rngs(0)))
     nnx.update(twin, {path: without_scales(layer) for path, layer in variables["params"].items()})
@@ -175,7 +175,7 @@ def start_keeps_what_is_there_and_begins_the_rest() -> None:
     dense = linen.Dense(3)
     plain = dense.init(jax.random.key(0), x)
     rule = jc.Rule(weight="int4(group=2)", activation=TENSOR, scale_from=jc.LSQ())
-    net = jc.nn.linen.quantize(dense, rule)
+    net = jc.nn.quantize(dense, rule)
     with pytest.raises(ValueError, match=r"scales has no 'kernel_weight_scale': pass .*start"):
         net.apply(plain, x)
     variables = net.init(jax.random.key(0), x)
@@ -188,7 +188,7 @@ def start_keeps_what_is_there_and_begins_the_rest() -> None:
     first["kernel_weight_scale"] = 2 * first["kernel_weight_scale"]
     again = net.start(variables, 8 * x)
     jax.tree.map(np.testing.assert_array_equal, again, variables)
-    moving = jc.nn.linen.quantize(dense, jc.Rule(**MOVING))
+    moving = jc.nn.quantize(dense, jc.Rule(**MOVING))
     with pytest.raises(ValueError, match="no 'kernel_activation_range'"):
         moving.apply(plain, x)
     known = {**plain, "scale_stats": {"kernel_activation_range": jnp.asarray([-1.0, 3.0])}}
@@ -201,7 +201,7 @@ def start_keeps_what_is_there_and_begins_the_rest() -> None:
     with pytest.raises(ValueError, match="'kernel' is packed already"):
         net.pack(packed, x)
     with pytest.raises(ValueError, match="history of scales is for training"):
-        jc.nn.linen.quantize(dense, HISTORY).pack(plain, x)
+        jc.nn.quantize(dense, HISTORY).pack(plain, x)
 
 
 class Stack(linen.Module):
@@ -220,7 +220,7 @@ class Stack(linen.Module):
 
 def stacks_have_scales_of_their_own() -> None:
     rule = jc.Rule(weight="int4(group=all)", activation=TENSOR, bias="fixed2.2(group=tensor)", scale_from=jc.LSQ())
-    net, one = jc.nn.linen.quantize(Stack(), rule), jc.nn.linen.quantize(linen.Dense(6), rule)
+    net, one = jc.nn.quantize(Stack(), rule), jc.nn.quantize(linen.Dense(6), rule)
     x = X[0, 0]
     variables = jax.jit(net.init)(jax.random.key(0), x)
     layers = variables["params"]["layers"]
@@ -238,7 +238,7 @@ def stacks_have_scales_of_their_own() -> None:
     of_net, of_packed, by_layer = run(variables, packed)
     np.testing.assert_array_equal(of_net, by_layer)
     np.testing.assert_array_equal(of_packed, by_layer)
-    moving = jc.nn.linen.quantize(Stack(), jc.Rule(**MOVING))
+    moving = jc.nn.quantize(Stack(), jc.Rule(**MOVING))
     plain = {"params": {"layers": without_scales(layers)}}
     after = jax.jit(lambda v: moving.apply(moving.start(v, x), x, mutable=["scale_stats"])[1])(plain)
     ranges = after["scale_stats"]["layers"]["kernel_activation_range"]
@@ -248,7 +248,7 @@ def stacks_have_scales_of_their_own() -> None:
 
 def a_range_goes_through_the_steps_of_a_recurrent_network() -> None:
     network = linen.RNN(linen.SimpleCell(5), variable_carry="scale_stats")
-    net, x = jc.nn.linen.quantize(network, jc.Rule(**MOVING)), X[0]
+    net, x = jc.nn.quantize(network, jc.Rule(**MOVING)), X[0]
     variables = jax.jit(net.init)(jax.random.key(0), x)
     after = jax.jit(lambda v: net.apply(v, x, mutable=["scale_stats"])[1])(variables)
     span = np.array([x[:, 0].min(), x[:, 0].max()])
@@ -281,7 +281,7 @@ def test_what_cannot_be_kept_is_named() -> None:
         (linen.Dense(3), jc.Rule(weight="int8", product="codes", scale_from=jc.LSQ()), NotImplementedError, "codes"),
     ):
         with pytest.raises(error, match=words):
-            low = jc.nn.linen.quantize(module, rule)
+            low = jc.nn.quantize(module, rule)
             low.apply(low.init(jax.random.key(0), x), x)
-    names = sorted(jc.nn.linen.quantize(einsum, learned).init(jax.random.key(0), x)["params"])
+    names = sorted(jc.nn.quantize(einsum, learned).init(jax.random.key(0), x)["params"])
     assert names == ["bias", "kernel", "kernel_weight_scale"]

@@ -160,6 +160,45 @@ def test_a_call_refuses_adapters_of_weights_that_other_operations_take() -> None
         adapted(OWN_X)
 
 
+def test_rules_are_a_mapping_one_or_several() -> None:
+    """A pattern with a rule or its fields, one rule for all layers, or a list."""
+    rule = LoraRule("up", rank=2, alpha=4)
+    forms = [rule, [rule], {"up": LoraRule(rank=2, alpha=4)}, {"up": {"rank": 2, "alpha": 4}}]
+    found = [split_lora(add_lora(Own(), rules, rngs=nnx.Rngs(1)))[1]["up"]["rule"] for rules in forms]
+    assert found == [rule] * 4
+    assert list(split_lora(add_lora(Own(), LoraRule(rank=2), rngs=nnx.Rngs(1)))[1]) == ["up"]
+    both = add_lora(Mixed(), {"rest": {"rank": 1}, "*": {"rank": 2}}, rngs=nnx.Rngs(1))
+    assert {path: one["rule"].rank for path, one in split_lora(both)[1].items()} == {
+        "general": 2,
+        "rest/0": 1,
+        "rest/1": 1,
+    }
+
+
+def test_rules_of_qwix_give_their_rank_factor_and_dropout() -> None:
+    yaml = {"qwix": {"rules": [{"module_path": ".*(query|value)", "rank": 8, "alpha": 16.0, "weight_qtype": "nf4"}]}}
+    assert LoraRule.from_qwix(yaml) == [LoraRule("*{query,value}/", rank=8, alpha=16.0)]
+    assert LoraRule.from_qwix({"rank": 4, "dropout": 0.1}) == [LoraRule("*", rank=4, dropout=0.1)]
+    normal = jax.nn.initializers.normal()
+    for said, fields in (
+        ("rank=None", {"module_path": ".*mlp.*", "weight_qtype": "nf4"}),
+        ("module_path='.a.b.+' has no equal", {"module_path": "(a|b)+", "rank": 2}),
+        ("op_names=", {"op_names": ("conv_general_dilated",), "rank": 2}),
+        ("lora_a_initializer=.* has no equal", {"lora_a_initializer": normal, "rank": 2}),
+        ("lora_b_initializer=.* has no equal", {"lora_b_initializer": normal, "rank": 2}),
+        ("ranks=2 is no field of a rule of qwix", {"ranks": 2, "rank": 2}),
+    ):
+        with pytest.raises(ValueError, match=said):
+            LoraRule.from_qwix(fields)
+
+
+def test_a_rule_of_qwix_itself_is_read() -> None:
+    qwix = pytest.importorskip("qwix")
+    rule = qwix.LoraRule(module_path=".*mlp.*", rank=4, alpha=2.0, dropout=0.1, weight_qtype="int4", tile_size=32)
+    assert LoraRule.from_qwix([rule]) == [LoraRule("*mlp*", rank=4, alpha=2.0, dropout=0.1)]
+    assert str(jc.Rule.from_qwix(rule)[0].weight) == "int4(group=32,rule=half_range)"
+
+
 DOUBLE = "nf4(scale=uint8(group=256,zero_point=float))"
 X = np.random.default_rng(0).standard_normal((5, 128)).astype(np.float32)
 
@@ -371,6 +410,18 @@ def test_ranks_and_alphas_of_a_file_of_peft(wanted: Any, ranks: Any, fields: Any
         assert found[0] == rank and found[1] / found[0] == pytest.approx(factor, rel=1e-15)
 
 
+class Chain(linen.Module):
+    """Layers of Linen with given names, each with those in it."""
+
+    parts: Any
+
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        for name, parts in self.parts:
+            x = (Chain(parts, name=name) if parts else linen.Dense(8, use_bias=False, name=name))(x)
+        return x
+
+
 def test_patterns_of_a_file_of_peft_in_other_faces(tmp_path: Path) -> None:
     """Modules of Linen and parameters of a function get the same factors."""
     folder, w, x = written(tmp_path / "peft", [4] * 4, alpha_pattern={"q_proj": 64}), jnp.ones((8, 8)), jnp.ones((1, 8))
@@ -379,10 +430,11 @@ def test_patterns_of_a_file_of_peft_in_other_faces(tmp_path: Path) -> None:
     params = {"up": w, "gate_up": w, "layers": [{"up": w, "q_proj": w}]}
     found = split_lora(load_lora(folder, params, fun=run, inputs=(x,)))[1]
     assert [found[path]["rule"].factor for path in SMALL] == [2, 2, 2, 16]
-    linens = {"up": w, "gate_up": w, "layers": {"0": {"up": w, "q_proj": w}}}
-    variables = {"params": jax.tree.map(lambda leaf: {"kernel": leaf}, linens)}
-    adapted, _ = jc.nn.linen.load_lora(folder, linen.Dense(8), variables)
-    assert {path: rule.factor for path, rule in adapted.rules} == dict(zip(SMALL, (2, 2, 2, 16), strict=True))
+    inner = ("0", (("up", ()), ("q_proj", ())))
+    low = jc.nn.quantize(Chain((("up", ()), ("gate_up", ()), ("layers", (inner,)))), Rule(weight="int8"))
+    variables = low.init(jax.random.key(0), x)
+    found = split_lora(load_lora(folder, variables, fun=low, inputs=(x,)))[1]
+    assert [found[path]["rule"].factor for path in SMALL] == [2, 2, 2, 16]
 
 
 @each(
@@ -573,7 +625,7 @@ def errors(model: Any, packed: Any) -> None:
         with pytest.raises(ValueError, match=said):
             add_lora(packed, rules, rngs=nnx.Rngs(0), **more)
     conv = nnx.Sequential(nnx.Conv(3, 4, (2, 2), rngs=nnx.Rngs(0)))
-    with pytest.raises(ValueError, match=r"Conv at 'layers/0'.*adapters are for flax.nnx.Linear and LinearGeneral"):
+    with pytest.raises(ValueError, match=r"'layers/0'.*it is of a Conv, and adapters are for flax.nnx.Linear"):
         add_lora(conv, LoraRule("*", rank=2), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="rank=0"):
         LoraRule("up", rank=0)

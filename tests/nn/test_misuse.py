@@ -40,7 +40,7 @@ def test_axes_of_parameters_are_checked_at_once(text: str) -> None:
         jc.nn.report(model, Rule("layers", weight=text))
     with pytest.raises(ValueError, match=r"bias='int8\(channel=1\)'.*from -1 to 0"):
         jc.nn.quantize(model, Rule(bias="int8(channel=1)"))
-    dense = jc.nn.linen.quantize(linen.Dense(4), Rule(weight=text.replace("(0,-2)", "(0,2)")))
+    dense = jc.nn.quantize(linen.Dense(4), Rule(weight=text.replace("(0,-2)", "(0,2)")))
     with pytest.raises(ValueError, match=r"weight='.*' of the parameter 'kernel'.* axis .*array of 2 axes"):
         dense.apply(dense.init(jax.random.key(0), X), X)
 
@@ -50,7 +50,7 @@ def test_axes_of_other_operands_are_checked_in_the_first_call(field: str) -> Non
     rule = Rule("layers", **{field: "int8(channel=5)"})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=rf"{field}='int8\(channel=5\)' of the Linear at 'layers/0' by .*from -2 to 1"):
         jc.nn.quantize(nnx.Sequential(linear()), rule)(X)
-    dense = jc.nn.linen.quantize(linen.Dense(4), Rule(**{field: "int8(channel=5)"}))  # type: ignore[arg-type]
+    dense = jc.nn.quantize(linen.Dense(4), Rule(**{field: "int8(channel=5)"}))  # type: ignore[arg-type]
     place = "Dense at ''" if field == "output" else "dot_general at 'Dense'"
     with pytest.raises(ValueError, match=rf"{field}='int8\(channel=5\)' of the {place} by .*from -2 to 1"):
         variables = dense.init(jax.random.key(0), X)
@@ -136,7 +136,7 @@ def test_what_is_not_finite_is_not_packed(value: float) -> None:
     for mode in ("ptq", "weight_only"):
         with pytest.raises(ValueError, match=words):
             jc.nn.quantize(layer, Rule(weight="int8"), mode=mode)
-    dense = jc.nn.linen.quantize(linen.Dense(4), Rule(weight="int8"))
+    dense = jc.nn.quantize(linen.Dense(4), Rule(weight="int8"))
     variables = {"params": {"kernel": layer.kernel[...], "bias": jnp.zeros(4)}}
     with pytest.raises(ValueError, match=r"params: 'kernel' holds .* among its 32"):
         dense.pack(variables, X)
@@ -158,13 +158,9 @@ MISUSES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "model": (lambda: jc.nn.calibrate(3, [X]), TypeError, "model=3"),  # type: ignore[type-var]
     "batches": (lambda: jc.nn.calibrate(ranged(), None), TypeError, "batches=None"),  # type: ignore[arg-type]
-    "run": (lambda: jc.nn.calibrate(ranged(), [X], run=3), TypeError, "run=3"),  # type: ignore[arg-type]
+    "call": (lambda: jc.nn.calibrate(ranged(), [X], call=3), TypeError, "call=3"),  # type: ignore[arg-type]
     "no number": (lambda: jc.nn.calibrate(ranged(), [X, X * jnp.nan]), ValueError, r"shape \(2, 8\) without a finite"),
     "nothing": (lambda: jc.nn.calibrate(ranged(), [X[:0]], method="entropy"), ValueError, r"shape \(0, 8\) without"),
-    "no mean": (lambda: jc.nn.correct_biases(linear(), ranged(), [X * jnp.nan]), ValueError, "no finite mean"),
-    "no row": (lambda: jc.nn.correct_biases(linear(), ranged(), [X[:0]]), ValueError, "no finite mean"),
-    "other layer": (lambda: jc.nn.correct_biases(linear(out=1), ranged(), [X]), ValueError, "4 output channels .* 1"),
-    "exact model": (lambda: jc.nn.correct_biases(3, ranged(), [X]), TypeError, "model=3"),  # type: ignore[arg-type]
     "folded model": (lambda: jc.nn.fold_batch_norms(3, {}), TypeError, "model=3"),  # type: ignore[type-var]
     "reported model": (lambda: jc.nn.report(linen.Dense(4)), TypeError, "one of Linen has"),  # type: ignore[arg-type]
     "key": (lambda: jc.nn.quantize_params({"a": X}, Rule(weight="e4m3"), 0), TypeError, "key=0"),  # type: ignore[arg-type]
@@ -202,7 +198,7 @@ def test_packed_weights_of_another_rule_are_refused(text: str) -> None:
 
 def test_packed_variables_of_linen_keep_their_format_under_other_rules() -> None:
     def dense(**fields: Any) -> Any:
-        return jc.nn.linen.quantize(linen.Dense(4), Rule(**fields))
+        return jc.nn.quantize(linen.Dense(4), Rule(**fields))
 
     int4 = dense(weight="int4(group=4)")
     variables = int4.pack(int4.init(jax.random.key(0), X), X)
@@ -226,7 +222,7 @@ def test_kept_scales_of_another_shape_are_refused(source: Any, name: str, shape:
     getattr(model.dot_general.left, name).set_value(jnp.ones(shape))
     with pytest.raises(ValueError, match=rf"of the Linear at '' by .* has shape \({shape[0]},\), and that rule needs"):
         model(X)
-    dense = jc.nn.linen.quantize(linen.Dense(4), kept(source))
+    dense = jc.nn.quantize(linen.Dense(4), kept(source))
     variables = dense.init(jax.random.key(0), X)
     changed = jax.tree_util.tree_map_with_path(
         lambda path, value: jnp.ones(shape) if "activation" in jax.tree_util.keystr(path) else value, variables

@@ -181,7 +181,7 @@ def both_weights(name: str, layer: str) -> tuple[Any, Any]:
         call: Any = lambda x: nnx.merge(graph, state, copy=True)(x)  # noqa: E731
     else:
         # Blocks of codes have to fit the axes of a program's product; the weights are the same without them.
-        quantized = jc.nn.linen.quantize(plain, dataclasses.replace(rule, product=None))
+        quantized = jc.nn.quantize(plain, dataclasses.replace(rule, product=None))
         variables = quantized.init(jax.random.key(0), x)
         variables = {**variables, "params": jax.tree.map(spread, variables["params"])}
         call = lambda x: quantized.apply(variables, x)  # noqa: E731

@@ -47,7 +47,7 @@ def test_parameters_of_its_own_are_no_weights_of_a_module_of_linen() -> None:
     kernel = jc.round_to_format(params["dense"]["kernel"], "e4m3")
     wide = linen.LayerNorm().apply({"params": params["norm"]}, (X + 1) @ kernel)
     for rules in (WEIGHT, [jc.Rule("/"), jc.Rule("dense", weight="e4m3")]):
-        np.testing.assert_array_equal(jc.nn.linen.quantize(Tokens(), rules).apply(variables, X), wide)
+        np.testing.assert_array_equal(jc.nn.quantize(Tokens(), rules).apply(variables, X), wide)
 
 
 @pytest.mark.smoke
@@ -74,7 +74,7 @@ def test_the_report_names_every_parameter_that_stays_wide() -> None:
 def test_the_report_of_linen_names_the_same() -> None:
     variables = Tokens().init(jax.random.key(0), X)
     rules = [jc.Rule("/"), jc.Rule("dense", weight="int8(group=all)")]
-    low = jc.nn.linen.quantize(Tokens(), rules)
+    low = jc.nn.quantize(Tokens(), rules)
     report = low.report(variables, X)
     assert {(row.path, row.shape, row.rule) for row in report.parameters if not row.spec} == {
         ("position", (2, 4), "Rule('/')"),

@@ -48,7 +48,7 @@ def model(seed=0):
     plain = Model(nnx.Rngs(seed))
     return jc.nn.quantize(plain, [jc.Rule("norm"), *rules], mode="ptq")
 
-net = jc.nn.linen.quantize(Net(), [jc.Rule("BatchNorm_0"), *rules])
+net = jc.nn.quantize(Net(), [jc.Rule("BatchNorm_0"), *rules])
 """
 NEW = """
 path, net_path, out = sys.argv[1:]

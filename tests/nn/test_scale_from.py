@@ -46,7 +46,7 @@ def test_both_operands_under_kept_scales_draw_each_for_itself(face: str, source:
         model.kernel[...] = halves[None]
         y, again = (model(halves[:, None]) for _ in range(2))
     else:
-        low = jc.nn.linen.quantize(linen.Dense(32, use_bias=False), rule)
+        low = jc.nn.quantize(linen.Dense(32, use_bias=False), rule)
         variables = low.init({"params": jax.random.key(0), "rounding": jax.random.key(1)}, halves[:, None])
         variables["params"]["kernel"] = halves[None]
         y, again = (low.apply(variables, halves[:, None], rngs={"rounding": jax.random.key(k)}) for k in range(2))

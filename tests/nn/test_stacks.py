@@ -67,7 +67,7 @@ class _Blocks(linen.Module):
 def a_scan_of_linen(text: str, tmp_path: Path) -> None:
     x, model = numbers((2, 3, 32)), _Blocks()
     variables = model.init(jax.random.key(0), x)
-    low = jc.nn.linen.quantize(model, jc.Rule(weight=text))
+    low = jc.nn.quantize(model, jc.Rule(weight=text))
     packed, run = low.pack(variables, x), jax.jit(low.apply)
     wanted = run(variables, x)
     same(run(packed, x), wanted)

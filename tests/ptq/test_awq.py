@@ -66,7 +66,9 @@ def gains_on_fresh_data(duo: bool, least: float) -> None:
     params, x, fresh = outliers()
     params |= {"scale": jnp.ones(256)}
     rule = jc.Rule(weight="int4(group=128)")
-    packed, report = jc.ptq.quantize(scaled, rule, params, [x], jc.ptq.awq(duo=duo))
+    packed, report = jc.quantize_fn(scaled, rule).pack(
+        params, batches=[x], steps=jc.ptq.awq(duo=duo), return_report=True
+    )
     y = scaled(params, fresh)
     assert decibels(y, jc.quantize_fn(scaled, rule)(packed, fresh) - y) > least
     (row,) = report.weights
@@ -85,7 +87,9 @@ def test_no_format_loses_on_the_data(text: str, steps: Any) -> None:
     params, x, _ = outliers()
     params |= {"scale": jnp.ones(256)}
     for step in steps:
-        _, report = jc.ptq.quantize(scaled, jc.Rule(weight=text), params, [x], step)
+        _, report = jc.quantize_fn(scaled, jc.Rule(weight=text)).pack(
+            params, batches=[x], steps=step, return_report=True
+        )
         assert report.weights[0].after > report.weights[0].before
 
 

@@ -61,7 +61,7 @@ def check_the_mean_error_vanishes(name: str) -> None:
         normal(10, 24) if name == "experts" else normal(5, 24),
     )
     x = x + jnp.linspace(-1, 2, 24)
-    packed, report = jc.ptq.quantize(fun, RULE, params, [x], STEPS)
+    packed, report = jc.quantize_fn(fun, RULE).pack(params, batches=[x], steps=STEPS, return_report=True)
     low = jc.quantize_fn(fun, RULE)
     plain, error = (np.asarray(fun(params, x) - low(p, x), np.float64) for p in (params, packed))
     assert np.abs(plain.mean(axes)).max() > 0.05 and np.abs(error.mean(axes)).max() < 1e-5
@@ -88,7 +88,9 @@ def test_layer_after_layer_all_means_are_those_of_full_precision() -> None:
 
     params = [{"w": normal(8, 8, seed=i), "b": normal(8, seed=9)} for i in range(3)]
     x, rules = normal(50, 8) + 1, [jc.Rule(weight="int3(group=4)", activation="int8(group=all)")]
-    packed, report = jc.ptq.quantize(network, rules, params, [x[:20], x[20:]], STEPS, sequential=True)
+    packed, report = jc.quantize_fn(network, rules).pack(
+        params, batches=[x[:20], x[20:]], steps=[jc.ptq.sequential(), *STEPS], return_report=True
+    )
     y, low = network(params, x), jc.quantize_fn(network, rules)(packed, x)
     np.testing.assert_allclose(low.mean(1), y.mean(1), atol=2e-5)
     assert report.passes == 3 and [row.bias for row in report.weights] == ["0/b", "1/b", "2/b"]
@@ -105,7 +107,7 @@ def test_turns_of_a_loop_and_rounded_biases(bias: str | None, bound: float) -> N
 
     params, x = {"w": normal(3, 8, 8), "b": normal(3, 8, seed=1)}, normal(50, 8) + 1
     rule = jc.Rule(weight="int3(group=4)", bias=bias)
-    packed, _ = jc.ptq.quantize(layers, rule, params, [x], [jc.ptq.gptq(), *STEPS], sequential=True)
+    packed = jc.quantize_fn(layers, rule).pack(params, batches=[x], steps=[jc.ptq.sequential(), jc.ptq.gptq(), *STEPS])
     y, low = layers(params, x), jc.quantize_fn(layers, rule)(packed, x)
     assert np.abs(low.mean(1) - y.mean(1)).max() < bound
     assert bias is None or str(packed["b"].spec) == bias
@@ -117,7 +119,7 @@ def a_bias_takes_the_mean_errors_of_all_products_of_its_sum() -> None:
         return x - x[:, :4] @ p["u"] + x @ p["w"] - p["b"]
 
     params, x = {"w": normal(8, 8), "u": normal(4, 8, seed=1), "b": normal(8, seed=2)}, normal(50, 8, seed=3) + 1
-    packed, report = jc.ptq.quantize(cell, RULE, params, [x], STEPS)
+    packed, report = jc.quantize_fn(cell, RULE).pack(params, batches=[x], steps=STEPS, return_report=True)
     low = jc.quantize_fn(cell, RULE)
     plain, error = (np.asarray(cell(params, x) - low(p, x), np.float64) for p in ({**packed, "b": params["b"]}, packed))
     assert np.abs(plain.mean(0)).max() > 0.05 and np.abs(error.mean(0)).max() < 1e-5
@@ -152,7 +154,7 @@ def test_the_report_says_why_there_is_no_bias(names: list[str]) -> None:
     params, x = {"w": normal(8, 8), "b": normal(8, seed=1)}, normal(8, 8)
     for name in names:
         fun, reason = WITHOUT[name]
-        packed, report = jc.ptq.quantize(fun, RULE, params, [x], STEPS)
+        packed, report = jc.quantize_fn(fun, RULE).pack(params, batches=[x], steps=STEPS, return_report=True)
         row = report.weights[0]
         assert row.note == (reason and f"correct_biases: {reason}") and (row.bias == "") == bool(reason), name
         assert bool((packed["b"] == params["b"]).all()) == bool(reason), name

@@ -66,7 +66,9 @@ def each_group_takes_the_best_share(name: str) -> None:
     text, group = SHAPES[name]
     w, x = problem(20, 6)
     rule, gram = jc.Rule(weight=text), (x.T.astype(np.float64) @ x) / len(x)
-    packed, report = jc.ptq.quantize(dense, rule, {"w": jnp.asarray(w)}, [x], jc.ptq.clip(10, least=0.4))
+    packed, report = jc.quantize_fn(dense, rule).pack(
+        {"w": jnp.asarray(w)}, batches=[x], steps=jc.ptq.clip(10, least=0.4), return_report=True
+    )
     groups = numbered(w.shape, group)
     scale, codes = searched(w, gram, groups, 10, 0.4)
     found = np.asarray(packed["w"].scale, np.float64).reshape(-1)
@@ -89,7 +91,7 @@ def test_groups_across_the_axes_of_a_product(every: bool) -> None:
     rng = np.random.default_rng(0)
     w, x = jnp.asarray(rng.standard_t(4, size=(4, 3, 8)), jnp.float32), problem(32, 1)[1]
     for text in ("int4(group=6)", "int4(group=8)")[: 1 + every]:
-        packed, _ = jc.ptq.quantize(fun, jc.Rule(weight=text), {"w": w}, [x], jc.ptq.clip())
+        packed = jc.quantize_fn(fun, jc.Rule(weight=text)).pack({"w": w}, batches=[x], steps=jc.ptq.clip())
         y, low = fun({"w": w}, x), jc.quantize_fn(fun, jc.Rule(weight=text))
         assert decibels(y, low(packed, x) - y) > decibels(y, low({"w": w}, x) - y) + 0.5
 
@@ -101,9 +103,9 @@ def test_groups_across_the_axes_of_a_product(every: bool) -> None:
 
     v, z = problem(20, 12)
     rule, pair = jc.Rule(weight="int4(group=5)"), jnp.stack([v[:, :6], v[:, 6:]])
-    both, _ = jc.ptq.quantize(experts, rule, {"w": pair}, [jnp.stack([z, z[:, ::-1]])], jc.ptq.clip())
+    both = jc.quantize_fn(experts, rule).pack({"w": pair}, batches=[jnp.stack([z, z[:, ::-1]])], steps=jc.ptq.clip())
     for i, own in enumerate((z, z[:, ::-1])):
-        one, _ = jc.ptq.quantize(dense, rule, {"w": pair[i]}, [own], jc.ptq.clip())
+        one = jc.quantize_fn(dense, rule).pack({"w": pair[i]}, batches=[own], steps=jc.ptq.clip())
         np.testing.assert_array_equal(both["w"].scale[i], one["w"].scale)
 
 
@@ -118,7 +120,7 @@ def gains_on_fresh_data(text: str) -> None:
     params, x, fresh = outliers()
     y, rule, found = dense(params, fresh), jc.Rule(weight=text), []
     for steps in ([], [jc.ptq.clip()], [jc.ptq.gptq()], [jc.ptq.clip(), jc.ptq.gptq()]):
-        packed, report = jc.ptq.quantize(dense, rule, params, [x], steps)
+        packed, report = jc.quantize_fn(dense, rule).pack(params, batches=[x], steps=steps, return_report=True)
         found.append(decibels(y, jc.quantize_fn(dense, rule)(packed, fresh) - y))
     nearest, clipped, swept, both = found
     assert clipped > nearest + 2 and both > swept + 1
@@ -139,7 +141,9 @@ OTHERS: list[tuple[Any, list[Any], float]] = [
 )
 def test_powers_of_two_stochastic_rounding_and_sparsity(text: Any, steps: Any, gain: float) -> None:
     params, x, _ = outliers()
-    packed, report = jc.ptq.quantize(dense, jc.Rule(weight=text), params, [x], steps, key=jax.random.key(0))
+    packed, report = jc.quantize_fn(dense, jc.Rule(weight=text)).pack(
+        params, batches=[x], steps=steps, key=jax.random.key(0), return_report=True
+    )
     (row,) = report.weights
     assert row.after > row.before + gain if gain else row.after == row.before
     if len(steps) > 1:
@@ -157,7 +161,9 @@ def bad_arguments() -> None:
     with pytest.raises(TypeError, match="least='a' must be"):
         jc.ptq.clip(least="a")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="then one sparse, then one clip or hqq, then one gptq"):
-        jc.ptq.quantize(dense, jc.Rule(weight="int4"), {}, [], [jc.ptq.gptq(), jc.ptq.clip()])
+        jc.quantize_fn(dense, jc.Rule(weight="int4")).pack(
+            {}, batches=[], steps=[jc.ptq.gptq(), jc.ptq.clip()], return_report=True
+        )
 
 
 test_further = further.test()

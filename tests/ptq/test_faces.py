@@ -61,12 +61,14 @@ def all_faces_give_the_same_numbers(steps: Any, rotation: jc.Hadamard | None) ->
     b = [jnp.asarray(rng.normal(size=n), jnp.float32) for n in (24, 8)]
     x = jnp.asarray(rng.normal(size=(300, 32)) @ rng.normal(size=(32, 32)) / 5, jnp.float32)
     params = {name: {"kernel": w[i], "bias": b[i]} for i, name in enumerate(("first", "second"))}
-    own, report = jc.ptq.quantize(plain, rule, params, [x[:100], x[100:]], steps)
+    own, report = jc.quantize_fn(plain, rule).pack(params, batches=[x[:100], x[100:]], steps=steps, return_report=True)
     assert all(row.after > row.before + 0.5 for row in report.weights)
 
-    program = jc.nn.linen.quantize(Linen(), rule)
-    variables, of_linen = program.quantize_with_data({"params": params}, [x[:100], x[100:]], steps)
-    model, of_nnx = jc.nn.quantize_with_data(Module(w, b), rule, [x[:100], x[100:]], steps)
+    program = jc.nn.quantize(Linen(), rule)
+    variables, of_linen = program.pack({"params": params}, batches=[x[:100], x[100:]], steps=steps, return_report=True)
+    model, of_nnx = jc.nn.quantize(
+        Module(w, b), rule, "ptq", batches=[x[:100], x[100:]], steps=steps, return_report=True
+    )
     for name in ("first", "second"):
         expected = jax.tree.leaves(own[name]["kernel"])
         for found in (variables["params"][name]["kernel"], getattr(model, name).kernel.get_value()):
@@ -86,24 +88,26 @@ def a_quantized_model_is_refused() -> None:
     w = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((32, 24), (24, 8))]
     model, x = Module(w, [jnp.zeros(24), jnp.zeros(8)]), jnp.ones((4, 32))
     packed = jc.nn.quantize(model, RULE, "ptq", inputs=(x,))
-    with pytest.raises(ValueError, match="model is quantized already"):
-        jc.nn.quantize_with_data(packed, RULE, [x])
+    with pytest.raises(ValueError, match="model is packed already"):
+        jc.nn.quantize(packed, RULE, "ptq", batches=[x], return_report=True)
     layer: Any = nnx.Sequential(nnx.Linear(32, 24, rngs=nnx.Rngs(0)), nnx.RMSNorm(24, rngs=nnx.Rngs(1)))
     for mode in ("qat", "ptq"):
         low = jc.nn.quantize(layer, [jc.Rule(layer="RMSNorm", weight="e4m3"), RULE], mode)
-        for again in (partial(jc.nn.quantize_with_data, low, RULE, [x]),
+        for again in (partial(jc.nn.quantize, low, RULE, "ptq", batches=[x]),
                       partial(jc.nn.quantize, low, RULE, "ptq", inputs=(x,))):  # fmt: skip
             does = "rounds its kernel" if mode == "qat" else "has its kernel packed"
             with pytest.raises(ValueError, match=f"Linear at 'layers/0' {does} already; give the model that"):
                 again()
     low = jc.nn.quantize(layer, jc.Rule(layer="RMSNorm", weight="e4m3"), "ptq")
     with pytest.raises(ValueError, match="RMSNorm at 'layers/1' has its scale packed already; give the model that"):
-        jc.nn.quantize_with_data(low, RULE, [x])
+        jc.nn.quantize(low, RULE, "ptq", batches=[x], return_report=True)
     norms = jc.nn.quantize(layer, [jc.Rule("1", weight="e4m3"), jc.Rule(activation="int8(group=all)")])
-    rounded, report = jc.nn.quantize_with_data(norms, RULE, [x])  # its weights are not rounded yet
+    rounded, report = jc.nn.quantize(
+        norms, RULE, "ptq", batches=[x], return_report=True
+    )  # its weights are not rounded yet
     assert [row.path for row in report.weights] == ["layers/0/kernel"] and rounded(x).shape == (4, 24)
     with pytest.raises(TypeError, match="must be a module of Flax NNX"):
-        jc.nn.quantize_with_data(plain, RULE, [x])  # type: ignore[type-var]
+        jc.nn.quantize(plain, RULE, "ptq", batches=[x], return_report=True)  # type: ignore[type-var]
 
 
 @further
@@ -125,7 +129,7 @@ def data_on_eight_devices_give_the_same_codes(layers: int) -> None:
     made = []
     for batches in ([x[:256], x[256:]], [jax.device_put(v, over) for v in (x[:256], x[256:])]):
         assert len(batches[0].sharding.device_set) == (8 if made else 1)
-        made.append(jc.ptq.quantize(network, RULE, params, batches)[0])
+        made.append(jc.quantize_fn(network, RULE).pack(params, batches=batches))
     nearest = jc.quantize_fn(network, RULE).pack(params, x)
     for name in params:
         np.testing.assert_array_equal(made[0][name].qvalue, made[1][name].qvalue)

@@ -21,14 +21,16 @@ def check_search() -> None:
     rng = np.random.default_rng(0)
     w, x = (jnp.asarray(rng.standard_t(3, size=shape), jnp.float32) for shape in ((16, 6), (32, 16)))
     rule = jc.Rule(weight="uint3(group=8,zero_point=float)")
-    packed, report = jc.ptq.quantize(dense, rule, {"w": w}, [x], jc.ptq.hqq(5, norm=0.6))
+    packed, report = jc.quantize_fn(dense, rule).pack(
+        {"w": w}, batches=[x], steps=jc.ptq.hqq(5, norm=0.6), return_report=True
+    )
     scale, zero = jc.storage.fit_half_quadratic(w, packed["w"].spec, iterations=5, norm=0.6)
     expected = jc.quantize(w, packed["w"].spec, scale=scale, zero_point=zero)
     for found, own in zip(jax.tree.leaves(packed["w"]), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(found, own)
     assert (packed["w"].zero_point != jc.fit_scale(w, packed["w"].spec)[1]).any()
     assert report.weights[0].method == "hqq"
-    swept, _ = jc.ptq.quantize(dense, rule, {"w": w}, [x], [jc.ptq.hqq(5, norm=0.6), jc.ptq.gptq()])
+    swept = jc.quantize_fn(dense, rule).pack({"w": w}, batches=[x], steps=[jc.ptq.hqq(5, norm=0.6), jc.ptq.gptq()])
     np.testing.assert_array_equal(swept["w"].zero_point, packed["w"].zero_point)
     assert (swept["w"].qvalue != packed["w"].qvalue).any()
 
@@ -42,7 +44,7 @@ def check_patches() -> None:
     rng, fmt = np.random.default_rng(0), "uint4(group=8,zero_point=float)"
     w, x = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((5, 3, 2, 2), (8, 3, 6, 6)))
     alone, both = (
-        jc.ptq.quantize(conv, jc.Rule(weight=fmt), {"w": w}, [x], steps)[0]["w"].stored
+        jc.quantize_fn(conv, jc.Rule(weight=fmt)).pack({"w": w}, batches=[x], steps=steps)["w"].stored
         for steps in ([jc.ptq.hqq()], [jc.ptq.hqq(), jc.ptq.gptq()])
     )
     np.testing.assert_array_equal(alone.zero_point, both.zero_point)
@@ -55,7 +57,7 @@ def check_gains() -> None:
     y, rule = fresh @ params["w"], jc.Rule(weight="uint4(group=64,zero_point=float)")
     low, found = jc.quantize_fn(dense, rule), {}
     for steps in ([], [jc.ptq.hqq()], [jc.ptq.hqq(), jc.ptq.gptq()]):
-        packed, report = jc.ptq.quantize(dense, rule, params, [x], steps)
+        packed, report = jc.quantize_fn(dense, rule).pack(params, batches=[x], steps=steps, return_report=True)
         found[report.weights[0].method] = decibels(y, low(packed, fresh) - y)
     assert found["hqq"] > found["nearest"] + 0.3 and found["hqq, gptq"] > found["nearest"] + 7.5
 
@@ -76,9 +78,11 @@ def refused() -> None:
         ("uint4(group=4,zero_point=float,scale=float8_e5m2)", "the search needs one of float16"),
     ):
         with pytest.raises(ValueError, match=message):
-            jc.ptq.quantize(dense, jc.Rule(weight=fmt), w, [x], jc.ptq.hqq())
+            jc.quantize_fn(dense, jc.Rule(weight=fmt)).pack(w, batches=[x], steps=jc.ptq.hqq(), return_report=True)
     with pytest.raises(ValueError, match="then one clip or hqq, then"):
-        jc.ptq.quantize(dense, jc.Rule(weight="int4"), w, [x], [jc.ptq.clip(), jc.ptq.hqq()])
+        jc.quantize_fn(dense, jc.Rule(weight="int4")).pack(
+            w, batches=[x], steps=[jc.ptq.clip(), jc.ptq.hqq()], return_report=True
+        )
     for arguments, message in (
         ({"iterations": 0}, "iterations=0"),
         ({"norm": 1.0}, "norm=1.0 must be a finite number > 0 and < 1"),

@@ -61,9 +61,11 @@ def held_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 )
 def the_codes_are_those_of_one_pass(steps: Any, memory: Any, passes: int, monkeypatch: Any) -> None:
     params, batches = problem()
-    whole, one = jc.ptq.quantize(network, RULE, params, batches, steps)
+    whole, one = jc.quantize_fn(network, RULE).pack(params, batches=batches, steps=steps, return_report=True)
     found = held_bytes(monkeypatch)
-    parts, several = jc.ptq.quantize(network, RULE, params, batches, steps, memory=memory)
+    parts, several = jc.quantize_fn(network, RULE).pack(
+        params, batches=batches, steps=steps, memory=memory, return_report=True
+    )
     jax.tree.map(np.testing.assert_array_equal, parts, whole)
     rows = {row.path: row for row in one.weights}
     assert {row.path: row for row in several.weights} == rows and several.passes == passes == len(found)
@@ -88,8 +90,8 @@ def test_windows_of_nested_loops_and_of_weights_that_share_an_input() -> None:
         "stack": {name: jnp.asarray(rng.normal(size=(3, 2, 16, 16)) / 4, jnp.float32) for name in "qk"},
     }
     x = jnp.asarray(rng.normal(size=(100, 16)), jnp.float32)
-    whole, _ = jc.ptq.quantize(nested, RULE, params, [x])
-    parts, report = jc.ptq.quantize(nested, RULE, params, [x], memory="20KiB")
+    whole = jc.quantize_fn(nested, RULE).pack(params, batches=[x])
+    parts, report = jc.quantize_fn(nested, RULE).pack(params, batches=[x], memory="20KiB", return_report=True)
     jax.tree.map(np.testing.assert_array_equal, parts, whole)
     assert report.passes == 4  # a turn of the outer loop at a time, and the weight that all turns share
 
@@ -111,14 +113,16 @@ def test_mappings_look_at_weights_that_share_an_input(sequential: bool, steps: A
     params = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
     params["scale"] = jnp.asarray(rng.uniform(0.5, 8, 16), jnp.float32)
     batches = [jnp.asarray(rng.normal(size=(40, 16)), jnp.float32) for _ in range(2)]
-    whole, one = jc.ptq.quantize(fun, RULE, params, batches, steps, sequential=sequential)
+    low = jc.quantize_fn(fun, RULE)
+    all_steps = [*[jc.ptq.sequential()] * sequential, *steps]
+    whole, one = low.pack(params, batches=batches, steps=all_steps, return_report=True)
     found = held_bytes(monkeypatch)
-    parts, several = jc.ptq.quantize(fun, RULE, params, batches, steps, sequential=sequential, memory=9600)
+    parts, several = low.pack(params, batches=batches, steps=all_steps, memory=9600, return_report=True)
     jax.tree.map(np.testing.assert_array_equal, parts, whole)
     assert sorted(several.weights, key=str) == sorted(one.weights, key=str)
     assert several.passes == len(found) > one.passes and 2 * max(found) <= 9600
     with pytest.raises(ValueError, match=r"memory=9000 bytes is less than .* of 'q', 'k' need, all of which smooth"):
-        jc.ptq.quantize(fun, RULE, params, batches, steps, memory=9000)
+        jc.quantize_fn(fun, RULE).pack(params, batches=batches, steps=steps, memory=9000, return_report=True)
 
 
 def test_stages_are_cut_by_their_bytes() -> None:
@@ -150,13 +154,13 @@ def bad_arguments() -> None:
         (2.5, TypeError),
     ):
         with pytest.raises(kind, match=r"memory=.* must be a number of bytes above 0, or text such as '4GiB'"):
-            jc.ptq.quantize(network, RULE, params, batches, memory=memory)  # type: ignore[arg-type]
+            jc.quantize_fn(network, RULE).pack(params, batches=batches, memory=memory, return_report=True)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="can be run through once"):
-        jc.ptq.quantize(network, RULE, params, iter(batches), memory="4GiB")
+        jc.quantize_fn(network, RULE).pack(params, batches=iter(batches), memory="4GiB", return_report=True)
     with pytest.raises(
         ValueError, match="memory=3000 bytes is less than the 17680 bytes that the statistics of 'a' need"
     ):
-        jc.ptq.quantize(network, RULE, params, batches, memory=3000)
+        jc.quantize_fn(network, RULE).pack(params, batches=batches, memory=3000, return_report=True)
 
 
 @further
@@ -170,7 +174,9 @@ def an_error_names_the_weight_that_needs_the_most() -> None:
         ([jc.ptq.correct_error(), jc.ptq.gptq()], 8 * (4 * n**2 + 7 * n + 2)),
     ):
         with pytest.raises(ValueError, match=f"less than the {need} bytes .* of 'b' need, the most of all"):
-            jc.ptq.quantize(fun, RULE, params, [jnp.ones((4, 16))], steps, memory=100)
+            jc.quantize_fn(fun, RULE).pack(
+                params, batches=[jnp.ones((4, 16))], steps=steps, memory=100, return_report=True
+            )
 
 
 test_further = further.test()

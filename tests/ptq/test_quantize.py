@@ -51,7 +51,7 @@ def gains_on_fresh_data(text: str) -> None:
     near = low.pack(params, x)["w"]
     before = decibels(of_data, low(params, x) - of_data)
     for steps in ([], [jc.ptq.gptq("plain")], [jc.ptq.gptq()]):
-        packed, report = jc.ptq.quantize(dense, rule, params, [x], steps)
+        packed, report = jc.quantize_fn(dense, rule).pack(params, batches=[x], steps=steps, return_report=True)
         found.append(decibels(y, low(packed, fresh) - y))
         assert packed["w"].spec == near.spec and packed["w"].shape == near.shape
         codes, *scales = jax.tree.leaves(packed["w"])
@@ -72,7 +72,9 @@ def test_sign_round_gains_on_fresh_data(text: str) -> None:
     params, x, fresh = outliers()
     y, rule = dense(params, fresh), jc.Rule(weight=text)
     low = jc.quantize_fn(dense, rule)
-    packed, report = jc.ptq.quantize(dense, rule, params, [x], jc.ptq.sign_round())
+    packed, report = jc.quantize_fn(dense, rule).pack(
+        params, batches=[x], steps=jc.ptq.sign_round(), return_report=True
+    )
     plain = low.pack(params, x)
     assert decibels(y, low(packed, fresh) - y) > decibels(y, low(plain, fresh) - y) + 1.65
     np.testing.assert_array_equal(jax.tree.leaves(packed)[1], jax.tree.leaves(plain)[1])  # scales
@@ -115,7 +117,7 @@ def every_shape_of_weights(name: str) -> None:
     )
     params, rule = {"w": jnp.asarray(rng.normal(size=shape), jnp.float32)}, jc.Rule(weight=text)
     run = fun if fun is dense else lambda p, x: fun(p["w"], x)
-    packed, report = jc.ptq.quantize(run, rule, params, [x])
+    packed, report = jc.quantize_fn(run, rule).pack(params, batches=[x], return_report=True)
     y, low = run(params, x), jc.quantize_fn(run, rule)
     nearest, after = (decibels(y, low(p, x) - y) for p in (params, packed))
     assert after > nearest + (0.5 if name in ("patches", "two axes summed") else 2)
@@ -154,7 +156,9 @@ def correction_gains_over_inputs_in_full_precision(width: int, bits: int, gain: 
     rule, y = jc.Rule(weight=f"int{bits}(group=32)"), chain(weights, fresh)
     found = []
     for steps in ([jc.ptq.gptq()], [jc.ptq.correct_error(), jc.ptq.gptq()]):
-        packed, report = jc.ptq.quantize(chain, rule, weights, [x[:512], x[512:]], steps)
+        packed, report = jc.quantize_fn(chain, rule).pack(
+            weights, batches=[x[:512], x[512:]], steps=steps, return_report=True
+        )
         found.append(decibels(y, jc.quantize_fn(chain, rule)(packed, fresh) - y))
     assert found[1] > found[0] + gain
     assert report.passes == 4 and [row.path for row in report.weights] == ["0", "1", "2", "3"]
@@ -200,7 +204,7 @@ def check_rows_are_compared_in_one_order(name: str) -> None:
     rule = jc.Rule(weight="int2(group=all)")
     low = jc.round_to_format(score, "int2(group=all)")
     assert not jnp.array_equal(order(x @ score, x), order(x @ low, x))
-    packed, _ = jc.ptq.quantize(fun, rule, params, [x], [jc.ptq.correct_error(1.0)])
+    packed = jc.quantize_fn(fun, rule).pack(params, batches=[x], steps=[jc.ptq.correct_error(1.0)])
     expected = jc.quantize_fn(fun, rule).pack(params, x)
     np.testing.assert_array_equal(jc.dequantize(packed["w"]), jc.dequantize(expected["w"]))
 
@@ -230,8 +234,8 @@ def a_loop_is_rounded_as_its_layers_are(steps: Any, depth: int) -> None:
     x = jnp.asarray(rng.normal(size=(200, 16)) @ rng.normal(size=(16, 16)) / 4, jnp.float32)
     rule = jc.Rule(weight="int4(group=8)", activation="int8(group=all)")
     together = jax.tree.map(lambda *v: jnp.stack(v), *layers)
-    each, one = jc.ptq.quantize(unrolled, rule, layers, [x], steps, sequential=len(steps) > 1)
-    loop, two = jc.ptq.quantize(stacked, rule, together, [x], steps, sequential=len(steps) > 1)
+    each, one = jc.quantize_fn(unrolled, rule).pack(layers, batches=[x], steps=steps, return_report=True)
+    loop, two = jc.quantize_fn(stacked, rule).pack(together, batches=[x], steps=steps, return_report=True)
     same = [
         np.mean(np.asarray(loop[name][i].qvalue) == np.asarray(each[i][name].qvalue))
         for i in range(depth)
@@ -260,8 +264,12 @@ def layers_by_a_constant_index_are_rounded_as_a_list(steps: Any, memory: Any) ->
     rule = jc.Rule(weight="int4(group=4)", activation="int8(group=all)")
     run = lambda layers, x: x + jnp.tanh(x @ layers[0]) @ layers[1]  # noqa: E731
     fun = lambda p, x: run([p[0], p[2]], x)  # noqa: E731
-    each, one = jc.ptq.quantize(run, rule, [stack[0], stack[2]], [x[:60], x[60:]], steps)
-    by_index, two = jc.ptq.quantize(fun, rule, stack, [x[:60], x[60:]], steps, memory=memory)
+    each, one = jc.quantize_fn(run, rule).pack(
+        [stack[0], stack[2]], batches=[x[:60], x[60:]], steps=steps, return_report=True
+    )
+    by_index, two = jc.quantize_fn(fun, rule).pack(
+        stack, batches=[x[:60], x[60:]], steps=steps, memory=memory, return_report=True
+    )
     rows = {row.path: row for row in two.weights}
     nearest = jc.quantize_fn(fun, rule).pack(stack, x)
     for number, layer in enumerate((0, 2)):
@@ -282,9 +290,9 @@ def test_layers_whose_rows_are_looked_up_are_rounded_as_tables(sequential: bool)
     stack = jnp.asarray(np.random.default_rng(0).normal(size=(3, 20, 16)), jnp.float32)
     layers = dict(zip(("a", "b", "head"), stack, strict=True))
     rule, tokens = jc.Rule(weight="int4(group=8)"), jnp.arange(19)
-    steps = [jc.ptq.sparse(2, 4), jc.ptq.gptq()]
-    packed, report = jc.ptq.quantize(fun, rule, stack, [tokens], steps, sequential=sequential)
-    each, one = jc.ptq.quantize(apart, rule, layers, [tokens], steps, sequential=sequential)
+    steps = [*[jc.ptq.sequential()] * sequential, jc.ptq.sparse(2, 4), jc.ptq.gptq()]
+    packed, report = jc.quantize_fn(fun, rule).pack(stack, batches=[tokens], steps=steps, return_report=True)
+    each, one = jc.quantize_fn(apart, rule).pack(layers, batches=[tokens], steps=steps, return_report=True)
     for number, name in enumerate(layers):
         np.testing.assert_array_equal(packed.qvalue[number], each[name].qvalue)
     rows = {row.path: row for row in report.weights}
@@ -303,7 +311,9 @@ def inputs_that_are_shared_are_one_stage() -> None:
     rng = np.random.default_rng(0)
     params = {name: jnp.asarray(rng.normal(size=(16, 16)), jnp.float32) for name in "qkvo"}
     x = jnp.asarray(rng.normal(size=(64, 16)), jnp.float32)
-    _, report = jc.ptq.quantize(attend, jc.Rule(weight="int4(group=8)"), params, [x], sequential=True)
+    _, report = jc.quantize_fn(attend, jc.Rule(weight="int4(group=8)")).pack(
+        params, batches=[x], steps=[jc.ptq.sequential(), jc.ptq.gptq()], return_report=True
+    )
     assert report.passes == 2 and [row.path for row in report.weights] == ["q", "k", "v", "o"]
 
 
@@ -326,10 +336,12 @@ def a_group_of_a_convolution_is_rounded_as_a_convolution_of_its_own(groups: int,
     params = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
     x = jnp.asarray(rng.normal(size=(3, 5, 5, 4)) + rng.normal(size=(3, 5, 5, 1)), jnp.float32)
     rule = jc.Rule(weight="int4(group=all)")
-    packed, report = jc.ptq.quantize(fun, rule, params, [x], steps)
+    packed, report = jc.quantize_fn(fun, rule).pack(params, batches=[x], steps=steps, return_report=True)
     for group, own in enumerate(np.split(np.arange(rows), groups)):
         part = {"w": params["w"][..., own], "b": params["b"][own]}
-        alone, _ = jc.ptq.quantize(fun, rule, part, [x[..., group * (4 // groups) :][..., : 4 // groups]], steps)
+        alone = jc.quantize_fn(fun, rule).pack(
+            part, batches=[x[..., group * (4 // groups) :][..., : 4 // groups]], steps=steps
+        )
         np.testing.assert_array_equal(np.asarray(packed["w"])[..., own], alone["w"])
         np.testing.assert_array_equal(packed["b"][own], alone["b"])
     (row,) = report.weights
@@ -339,7 +351,9 @@ def a_group_of_a_convolution_is_rounded_as_a_convolution_of_its_own(groups: int,
     np.testing.assert_allclose([row.before, row.after], [decibels(y, e) for e in errors], atol=1e-3)
     if steps is ALONE:
         return
-    _, mapped = jc.ptq.quantize(fun, rule, params, [x], [jc.ptq.smooth(), jc.ptq.gptq()])
+    _, mapped = jc.quantize_fn(fun, rule).pack(
+        params, batches=[x], steps=[jc.ptq.smooth(), jc.ptq.gptq()], return_report=True
+    )
     assert mapped.weights[0].note == f"not by smooth: a convolution of feature_group_count={groups}"
     assert mapped.weights[0].method == "gptq"
 
@@ -359,7 +373,7 @@ def test_all_that_is_left_out_is_in_the_report() -> None:
     params = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
     batch = jnp.asarray(rng.normal(size=(20, 8)), jnp.float32), jnp.arange(20) % 5
     rules = [jc.Rule("without"), jc.Rule(weight="int4(group=4)", bias="bfloat16")]
-    packed, report = jc.ptq.quantize(fun, rules, params, [batch, batch])
+    packed, report = jc.quantize_fn(fun, rules).pack(params, batches=[batch, batch], return_report=True)
     rows = {row.path: row for row in report.weights}
     notes = {path: row.note for path, row in rows.items()}
     assert notes == {
@@ -370,7 +384,7 @@ def test_all_that_is_left_out_is_in_the_report() -> None:
         "computed": "its numbers are computed with before the product",
         "without": "no rule rounds it",
     }
-    assert rows["w"].rows == 40 and rows["w"].method == "gptq" and rows["table"].method == "nearest"
+    assert rows["w"].rows == 40 and rows["w"].method == "clip, gptq" and rows["table"].method == "nearest"
     assert rows["never"].dead == 8
     text = str(report)
     assert all(note in text for note in notes.values())
@@ -386,8 +400,8 @@ def inputs_of_low_rank_are_damped() -> None:
     params, x, _ = outliers()
     few = x[:3].at[:, 5:12].set(0)
     for damping in (0.0, 0.01):
-        packed, report = jc.ptq.quantize(
-            dense, jc.Rule(weight="int4(group=128)"), params, [few], jc.ptq.gptq(damping=damping)
+        packed, report = jc.quantize_fn(dense, jc.Rule(weight="int4(group=128)")).pack(
+            params, batches=[few], steps=jc.ptq.gptq(damping=damping), return_report=True
         )
         (row,) = report.weights
         assert row.after > row.before + 10 and row.damping >= 0.999 * damping and row.dead == 7
@@ -404,7 +418,9 @@ def fewer_rows_than_inputs_are_noted(every: bool) -> None:
     w, x = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((8, 4), (8, 8)))
 
     def note(steps: Any, *batches: Any, fun: Any = dense, w: Any = w) -> str:
-        _, report = jc.ptq.quantize(fun, jc.Rule(weight="int8(group=8)"), {"w": w}, batches, steps)
+        _, report = jc.quantize_fn(fun, jc.Rule(weight="int8(group=8)")).pack(
+            {"w": w}, batches=batches, steps=steps, return_report=True
+        )
         return report.weights[0].note
 
     assert note([jc.ptq.gptq()], x[:4], x[4:7]) == few and note([jc.ptq.gptq()], x[:4], x[4:]) == ""
@@ -422,7 +438,7 @@ def a_weight_worse_than_nearest_is_noted() -> None:
     """By itself: with what `correct_error` makes up for, the output is better."""
     weights, x, _ = network(0, 32)
     rule, steps = jc.Rule(weight="int3(group=32)"), [jc.ptq.correct_error(1.0)]
-    packed, report = jc.ptq.quantize(chain, rule, weights, [x], steps)
+    packed, report = jc.quantize_fn(chain, rule).pack(weights, batches=[x], steps=steps, return_report=True)
     low, y = jc.quantize_fn(chain, rule), chain(weights, x)
     assert decibels(y, low(packed, x) - y) > decibels(y, low(weights, x) - y)
     notes = ["worse than nearest, not counting the errors that correct_error makes up for" * (row.after < row.before)
@@ -436,7 +452,9 @@ def half_precision_and_float64(dtype: str) -> None:
     params, x, _ = outliers()
     with jax.enable_x64(dtype == "float64"):
         low = {"w": jnp.asarray(params["w"], dtype)}
-        packed, report = jc.ptq.quantize(dense, jc.Rule(weight="int4(group=32)"), low, [jnp.asarray(x, dtype)])
+        packed, report = jc.quantize_fn(dense, jc.Rule(weight="int4(group=32)")).pack(
+            low, batches=[jnp.asarray(x, dtype)], return_report=True
+        )
     assert packed["w"].dtype == dtype and report.weights[0].after > report.weights[0].before + 5
 
 
@@ -448,7 +466,9 @@ def test_inputs_whose_squares_underflow_are_noted(scale: float) -> None:
     rng = np.random.default_rng(0)
     w, x = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((8, 4), (40, 8)))
     rule = jc.Rule(weight="int4(group=4)")
-    _, report = jc.ptq.quantize(dense, rule, {"w": w}, [x * jnp.float32(scale)], [])
+    _, report = jc.quantize_fn(dense, rule).pack(
+        {"w": w}, batches=[x * jnp.float32(scale)], steps=[], return_report=True
+    )
     assert ("their squares underflow" in report.weights[0].note) == (scale < 1e-15)
 
 
@@ -456,9 +476,9 @@ def test_stochastic_rounding_takes_a_key() -> None:
     params, x, _ = outliers()
     rule = jc.Rule(weight=jc.Spec(jc.formats.int4(group=32), rounding="stochastic"))
     with pytest.raises(ValueError, match="key=None"):
-        jc.ptq.quantize(dense, rule, params, [x])
+        jc.quantize_fn(dense, rule).pack(params, batches=[x], return_report=True)
     keys = jax.random.key(0), jax.random.key(0), jax.random.key(1)
-    one, again, other = (jc.ptq.quantize(dense, rule, params, [x], key=key)[0]["w"].qvalue for key in keys)
+    one, again, other = (jc.quantize_fn(dense, rule).pack(params, batches=[x], key=key)["w"].qvalue for key in keys)
     assert bool((one == again).all()) and not bool((one == other).all())
 
 
@@ -466,7 +486,7 @@ def test_equal_layers_of_a_stack_draw_different_words() -> None:
     rng = np.random.default_rng(0)
     w, x = np.tile(rng.normal(size=(8, 8)).astype(np.float32), (2, 1, 1)), np.ones((4, 8), np.float32)
     rule = jc.Rule(weight=jc.Spec(jc.formats.int4(group=8), rounding="stochastic"))
-    packed, _ = jc.ptq.quantize(lambda p, x: x @ p[0] @ p[1], rule, w, [x], [], key=jax.random.key(0))
+    packed = jc.quantize_fn(lambda p, x: x @ p[0] @ p[1], rule).pack(w, batches=[x], steps=[], key=jax.random.key(0))
     codes = np.asarray(packed.qvalue)
     assert (codes[0] != codes[1]).any()
 
@@ -478,7 +498,9 @@ def test_every_row_of_equal_parameters_draws_words_of_its_own() -> None:
     fun = lambda p, x: [x @ p[w] + p[b] for w, b in (("w", "b"), ("v", "a"))]  # noqa: E731
     half, steps = "fixed4.0:stochastic", [jc.ptq.gptq(), jc.ptq.correct_biases()]
     params = {"w": w, "v": w, "a": b, "b": b}
-    packed, _ = jc.ptq.quantize(fun, jc.Rule(weight=half, bias=half), params, [x], steps, key=jax.random.key(0))
+    packed = jc.quantize_fn(fun, jc.Rule(weight=half, bias=half)).pack(
+        params, batches=[x], steps=steps, key=jax.random.key(0)
+    )
     rows = np.concatenate([np.reshape(jc.dequantize(q), (-1, 64)) for q in packed.values()])
     assert {*rows.ravel().tolist()} == {0, 1} and len(np.unique(rows, axis=0)) == len(rows) == 16
 
@@ -490,7 +512,7 @@ def test_errors_of_inputs_are_made_up_for_by_damped_least_squares() -> None:
     x = rng.normal(size=(16, 4)).astype(np.float32)
     rules = [jc.Rule("a", weight="int2(group=all)"), jc.Rule("b", weight="binary32")]
     step = jc.ptq.correct_error(0.5, damping=2.0)
-    packed, _ = jc.ptq.quantize(lambda p, x: (x @ p["a"]) @ p["b"], rules, params, [x], [step])
+    packed = jc.quantize_fn(lambda p, x: (x @ p["a"]) @ p["b"], rules).pack(params, batches=[x], steps=[step])
     z, exact = (x @ np.asarray(a, np.float64) for a in (jc.dequantize(packed["a"]), params["a"]))
     gram, cross = z.T @ z / len(x), z.T @ (exact - z) / len(x)
     damped = gram + 2.0 * np.diag(gram).mean() * np.eye(4)
@@ -503,27 +525,30 @@ def test_bad_arguments() -> None:
     params, x, _ = outliers()
     rule = jc.Rule(weight="int4(group=32)")
     with pytest.raises(ValueError, match="cannot be part of a traced function"):
-        jax.eval_shape(lambda: jc.ptq.quantize(dense, rule, params, [x]))
+        jax.eval_shape(lambda: jc.quantize_fn(dense, rule).pack(params, batches=[x], return_report=True))
     with pytest.raises(ValueError, match="batches has no batch"):
-        jc.ptq.quantize(dense, rule, params, [])
+        jc.quantize_fn(dense, rule).pack(params, batches=[], return_report=True)
     with pytest.raises(ValueError, match="batches has no batch"):
-        jc.ptq.quantize(dense, rule, params, [], sequential=True)
+        jc.quantize_fn(dense, rule).pack(
+            params, batches=[], steps=[jc.ptq.sequential(), jc.ptq.gptq()], return_report=True
+        )
     with pytest.raises(ValueError, match=r"one has an argument of shape \(0, 32\), which holds no number"):
-        jc.ptq.quantize(dense, rule, params, [x, jnp.zeros((0, 32))])
+        jc.quantize_fn(dense, rule).pack(params, batches=[x, jnp.zeros((0, 32))], return_report=True)
     with pytest.raises(TypeError, match="can be run through once"):
-        jc.ptq.quantize(dense, rule, params, iter([x]), jc.ptq.correct_error())
+        jc.quantize_fn(dense, rule).pack(params, batches=iter([x]), steps=jc.ptq.correct_error(), return_report=True)
     with pytest.raises(ValueError, match=r"'w' at .* an input with NaN"):
-        jc.ptq.quantize(dense, rule, params, [x.at[0, 0].set(jnp.inf)])
+        jc.quantize_fn(dense, rule).pack(params, batches=[x.at[0, 0].set(jnp.inf)], return_report=True)
     with pytest.raises(ValueError, match="params: 'w' holds 1 NaN"):
-        jc.ptq.quantize(dense, rule, {"w": params["w"].at[0, 0].set(jnp.nan)}, [x])
-    with pytest.raises(ValueError, match="sequential=False, but correct_error"):
-        jc.ptq.quantize(dense, rule, params, [x], jc.ptq.correct_error(), sequential=False)
-    with pytest.raises(TypeError, match="sequential=1 must be"):
-        jc.ptq.quantize(dense, rule, params, [x], sequential=1)  # type: ignore[arg-type]
+        jc.quantize_fn(dense, rule).pack({"w": params["w"].at[0, 0].set(jnp.nan)}, batches=[x], return_report=True)
+    for name, value in {"steps": [], "memory": 3, "resume": "run", "progress": print, "return_report": True}.items():
+        with pytest.raises(ValueError, match=f"{name}=.* needs data: pass batches="):
+            jc.quantize_fn(dense, rule).pack(params, x, **{name: value})
     with pytest.raises(TypeError, match="steps=3 must be a list of steps"):
-        jc.ptq.quantize(dense, rule, params, [x], 3)  # type: ignore[arg-type]
+        jc.quantize_fn(dense, rule).pack(params, batches=[x], steps=3, return_report=True)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="then one correct_error, then one sparse, then one clip"):
-        jc.ptq.quantize(dense, rule, params, [x], [jc.ptq.gptq(), jc.ptq.correct_error()])
+        jc.quantize_fn(dense, rule).pack(
+            params, batches=[x], steps=[jc.ptq.gptq(), jc.ptq.correct_error()], return_report=True
+        )
     with pytest.raises(ValueError, match="order='up' must be one of"):
         jc.ptq.gptq("up")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="damping=-1 must be"):

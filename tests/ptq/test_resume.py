@@ -54,16 +54,28 @@ STEPS = [jc.ptq.correct_error(), jc.ptq.gptq(), jc.ptq.correct_biases()]
 def a_killed_run_continues_bit_for_bit(steps: Any, tmp_path: Path) -> None:
     """There are three stages of two batches each: the first layer, and the two turns of the loop."""
     params, batches = problem()
-    whole, report = jc.ptq.quantize(network, RULE, params, batches, steps, sequential=True)
+    whole, report = jc.quantize_fn(network, RULE).pack(
+        params, batches=batches, steps=[jc.ptq.sequential(), *steps], return_report=True
+    )
     folder, ran = tmp_path / "run", []
     for after, done in ((4, 1), (3, 2)):
         with pytest.raises(Killed):
-            jc.ptq.quantize(
-                network, RULE, params, batches, steps, sequential=True, resume=folder, progress=killer(after)
+            jc.quantize_fn(network, RULE).pack(
+                params,
+                batches=batches,
+                steps=[jc.ptq.sequential(), *steps],
+                resume=folder,
+                progress=killer(after),
+                return_report=True,
             )
         assert len(list(folder.glob("stage-*"))) == done
-    again, told = jc.ptq.quantize(
-        network, RULE, params, batches, steps, sequential=True, resume=folder, progress=ran.append
+    again, told = jc.quantize_fn(network, RULE).pack(
+        params,
+        batches=batches,
+        steps=[jc.ptq.sequential(), *steps],
+        resume=folder,
+        progress=ran.append,
+        return_report=True,
     )
     assert ran == [1, 2]  # one layer is lost, no more
     assert jax.tree.structure(again) == jax.tree.structure(whole)
@@ -88,28 +100,44 @@ def test_one_pass_is_kept_and_other_runs_are_refused(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     key = jax.random.key(0)
     with pytest.raises(ValueError, match="an input with NaN"):
-        jc.ptq.quantize(two_layers, RULE, params, [batches[0].at[0, 0].set(jnp.nan)], [], resume=folder)
-    whole, report = jc.ptq.quantize(two_layers, RULE, params, batches, [], resume=folder)  # nothing was done: a new run
+        jc.quantize_fn(two_layers, RULE).pack(
+            params, batches=[batches[0].at[0, 0].set(jnp.nan)], steps=[], resume=folder, return_report=True
+        )
+    whole, report = jc.quantize_fn(two_layers, RULE).pack(
+        params, batches=batches, steps=[], resume=folder, return_report=True
+    )  # nothing was done: a new run
     (folder / "stage-00001.safetensors").unlink()
     ran: list[int] = []
-    again, told = jc.ptq.quantize(two_layers, RULE, params, batches, [], resume=folder, progress=ran.append)
+    again, told = jc.quantize_fn(two_layers, RULE).pack(
+        params, batches=batches, steps=[], resume=folder, progress=ran.append, return_report=True
+    )
     assert not ran and str(told) == str(report)
     jax.tree.map(np.testing.assert_array_equal, again, whole)
     other = {**params, "bias": params["bias"] + 1}
     for name, call in {
-        "batches": lambda: jc.ptq.quantize(two_layers, RULE, params, batches[::-1], [], resume=folder),
-        "params": lambda: jc.ptq.quantize(two_layers, RULE, other, batches, [], resume=folder),
-        "rules": lambda: jc.ptq.quantize(
-            two_layers, jc.Rule(weight="int4(group=4)"), params, batches, [], resume=folder
+        "batches": lambda: jc.quantize_fn(two_layers, RULE).pack(
+            params, batches=batches[::-1], steps=[], resume=folder, return_report=True
         ),
-        "steps": lambda: jc.ptq.quantize(two_layers, RULE, params, batches, resume=folder),
-        "sequential": lambda: jc.ptq.quantize(two_layers, RULE, params, batches, [], sequential=True, resume=folder),
-        "key": lambda: jc.ptq.quantize(two_layers, RULE, params, batches, [], key=key, resume=folder),
-        "function": lambda: jc.ptq.quantize(
-            lambda p, x: 2 * two_layers(p, x), RULE, params, batches, [], resume=folder
+        "params": lambda: jc.quantize_fn(two_layers, RULE).pack(
+            other, batches=batches, steps=[], resume=folder, return_report=True
+        ),
+        "rules": lambda: jc.quantize_fn(two_layers, jc.Rule(weight="int4(group=4)")).pack(
+            params, batches=batches, steps=[], resume=folder, return_report=True
+        ),
+        "steps": lambda: jc.quantize_fn(two_layers, RULE).pack(
+            params, batches=batches, resume=folder, return_report=True
+        ),
+        "steps, in order": lambda: jc.quantize_fn(two_layers, RULE).pack(
+            params, batches=batches, steps=[jc.ptq.sequential()], resume=folder, return_report=True
+        ),
+        "key": lambda: jc.quantize_fn(two_layers, RULE).pack(
+            params, batches=batches, steps=[], key=key, resume=folder, return_report=True
+        ),
+        "function": lambda: jc.quantize_fn(lambda p, x: 2 * two_layers(p, x), RULE).pack(
+            params, batches=batches, steps=[], resume=folder, return_report=True
         ),
     }.items():
-        with pytest.raises(ValueError, match=f"holds a run with other {name}; it continues"):
+        with pytest.raises(ValueError, match=f"holds a run with other {name.partition(',')[0]}; it continues"):
             call()
 
 
@@ -119,9 +147,9 @@ def test_a_run_with_other_names_of_parameters_is_refused(tmp_path: Path) -> None
         return x @ w
 
     w, x = np.eye(8, dtype=np.float32), np.ones((2, 8), np.float32)
-    jc.ptq.quantize(dense, RULE, {"w": w}, [x], [], resume=tmp_path / "run")
+    jc.quantize_fn(dense, RULE).pack({"w": w}, batches=[x], steps=[], resume=tmp_path / "run", return_report=True)
     with pytest.raises(ValueError, match="holds a run with other params; it continues"):
-        jc.ptq.quantize(dense, RULE, {"v": w}, [x], [], resume=tmp_path / "run")
+        jc.quantize_fn(dense, RULE).pack({"v": w}, batches=[x], steps=[], resume=tmp_path / "run", return_report=True)
 
 
 def flipped(path: Path, place: float) -> None:
@@ -150,13 +178,17 @@ NOTHING = [b"", b"[]", b"{}", b"null", b"[" * 100_000, b"\xff", b'{"files": []}'
 def test_damaged_stages_are_done_again(damage: str, tmp_path: Path) -> None:
     params, batches = squares()
     folder = tmp_path / "run"
-    whole, report = jc.ptq.quantize(two_layers, RULE, params, batches, [], resume=folder)
+    whole, report = jc.quantize_fn(two_layers, RULE).pack(
+        params, batches=batches, steps=[], resume=folder, return_report=True
+    )
     DAMAGES[damage](folder)
-    again, told = jc.ptq.quantize(two_layers, RULE, params, batches, [], resume=folder)
+    again, told = jc.quantize_fn(two_layers, RULE).pack(
+        params, batches=batches, steps=[], resume=folder, return_report=True
+    )
     jax.tree.map(np.testing.assert_array_equal, again, whole)
     assert str(told) == str(report)
     DAMAGES["gone"](folder)  # what was done again is kept, too
-    once_more, _ = jc.ptq.quantize(two_layers, RULE, params, batches, [], resume=folder)
+    once_more = jc.quantize_fn(two_layers, RULE).pack(params, batches=batches, steps=[], resume=folder)
     jax.tree.map(np.testing.assert_array_equal, once_more, whole)
 
 
@@ -165,12 +197,12 @@ def test_damaged_stages_are_done_again(damage: str, tmp_path: Path) -> None:
 def a_damaged_list_of_what_a_run_depends_on_is_an_error(text: bytes | None, tmp_path: Path) -> None:
     params, batches = squares()
     folder = tmp_path / "run"
-    jc.ptq.quantize(two_layers, RULE, params, batches, [], resume=folder)
+    jc.quantize_fn(two_layers, RULE).pack(params, batches=batches, steps=[], resume=folder, return_report=True)
     (folder / "run.json").unlink()
     if text is not None:
         (folder / "run.json").write_bytes(text)
     with pytest.raises(ValueError, match=r"run\.json is damaged \([^)].*; delete the folder to begin anew"):
-        jc.ptq.quantize(two_layers, RULE, params, batches, [], resume=folder)
+        jc.quantize_fn(two_layers, RULE).pack(params, batches=batches, steps=[], resume=folder, return_report=True)
 
 
 @further.first
@@ -178,22 +210,24 @@ def bad_folders(tmp_path: Path) -> None:
     params, batches = problem()
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"has files of something else, such as 'notes\.txt'"):
-        jc.ptq.quantize(network, RULE, params, batches, resume=tmp_path)
+        jc.quantize_fn(network, RULE).pack(params, batches=batches, resume=tmp_path, return_report=True)
     with pytest.raises(TypeError, match="resume=3 must be the path"):
-        jc.ptq.quantize(network, RULE, params, batches, resume=3)  # type: ignore[arg-type]
+        jc.quantize_fn(network, RULE).pack(params, batches=batches, resume=3, return_report=True)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="resume: for each start"):
-        jc.ptq.quantize(network, RULE, params, iter(batches), resume=tmp_path / "run")
+        jc.quantize_fn(network, RULE).pack(params, batches=iter(batches), resume=tmp_path / "run", return_report=True)
     folder = tmp_path / "damaged"
     folder.mkdir()
     (folder / "run.json").write_text("{")
     (folder / "stage-00000.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match=r"is damaged .*; delete the folder"):
-        jc.ptq.quantize(network, RULE, params, batches, resume=folder)
+        jc.quantize_fn(network, RULE).pack(params, batches=batches, resume=folder, return_report=True)
 
 
 def test_reports_are_dicts_and_pictures() -> None:
     params, batches = squares()
-    _, report = jc.ptq.quantize(two_layers, [jc.Rule("second"), RULE], params, batches, [])
+    _, report = jc.quantize_fn(two_layers, [jc.Rule("second"), RULE]).pack(
+        params, batches=batches, steps=[], return_report=True
+    )
     told = json.loads(report.to_json())
     assert told == report.as_dict() and told["passes"] == 1
     rows = {row["path"]: row for row in told["weights"]}

@@ -242,7 +242,7 @@ def gains_on_fresh_data(bits: int, least: float, gain: float) -> None:
         return (x @ p["turn"]) @ p["w"]
 
     low, y = jc.quantize_fn(fun, rule), fun(params, fresh)
-    packed, report = jc.ptq.quantize(fun, rule, params, [x], [jc.ptq.rotate()])
+    packed, report = jc.quantize_fn(fun, rule).pack(params, batches=[x], steps=[jc.ptq.rotate()], return_report=True)
     found = [decibels(y, low(p, fresh) - y) for p in (params, packed)]
     assert found[1] > max(least, found[0] + gain)
     row = next(row for row in report.weights if row.path == "w")
@@ -260,7 +260,9 @@ def test_online_rotations_gain_as_folded_ones() -> None:
     y = fresh @ params["w"]
     low = jc.quantize_fn(lambda p, x: x @ p["w"], rule)
     for steps, least in (([], 15.31), ([jc.ptq.gptq()], 17.9)):
-        packed, report = jc.ptq.quantize(low.fun, rule, params, [x], [jc.ptq.rotate(), *steps])
+        packed, report = jc.quantize_fn(low.fun, rule).pack(
+            params, batches=[x], steps=[jc.ptq.rotate(), *steps], return_report=True
+        )
         assert decibels(y, low(packed, fresh) - y) > least
         assert report.weights[0].note == "not by rotate: its inputs are rotated when the function runs"
 
@@ -282,7 +284,9 @@ def weights_are_rounded_by_rotated_inputs(sequential: bool) -> None:
     r = jc.Hadamard(16, products="forward").matrix
     turned = params | {"w": jnp.asarray(r @ w, jnp.float32)}
     found = [
-        jc.ptq.quantize(fun, jc.Rule("w", **how, rotation=rotation), given, [jnp.asarray(data, jnp.float32)], steps)
+        jc.quantize_fn(fun, jc.Rule("w", **how, rotation=rotation)).pack(
+            given, batches=[jnp.asarray(data, jnp.float32)], steps=steps, return_report=True
+        )
         for rotation, given, data in ((jc.Hadamard(16, products="forward"), params, x), (None, turned, x @ r.T))
     ]
     low, other = (jc.dequantize(packed["w"]) for packed, _ in found)

@@ -54,9 +54,10 @@ def decibels(exact: Any, low: Any) -> float:
     return 10 * np.log10((exact**2).sum() / ((exact - low) ** 2).sum())
 
 
-def check_nearest(fun: Any, steps: Any, name: str, sequential: bool = False) -> Any:
+def check_nearest(fun: Any, steps: Any, name: str) -> Any:
     params, rule = parameters(), jc.Rule(name, weight="int4(group=4)")
-    packed, report = jc.ptq.quantize(fun, rule, params, list(map(jnp.asarray, TOKENS)), steps, sequential=sequential)
+    batches = list(map(jnp.asarray, TOKENS))
+    packed, report = jc.quantize_fn(fun, rule).pack(params, batches=batches, steps=steps, return_report=True)
     np.testing.assert_array_equal(jc.dequantize(packed[name]), jc.round_to_format(params[name], packed[name].spec))
     rows = [row for row in report.weights if row.path == name]
     assert {row.method for row in rows} == {"nearest"} and "no step by the inputs of one use" in rows[0].note
@@ -78,9 +79,7 @@ def test_a_tied_embedding_keeps_its_nearest_rows_and_the_report_has_both_uses(fu
 @further.first
 @pytest.mark.parametrize("steps", [jc.ptq.sign_round(5), [jc.ptq.clip(), jc.ptq.gptq()], jc.ptq.correct_error()])
 def products_along_different_axes_have_a_row_each(steps: Any) -> None:
-    params, packed, rows = check_nearest(
-        one_hot, steps, "w", sequential=isinstance(steps, type(jc.ptq.correct_error()))
-    )
+    params, packed, rows = check_nearest(one_hot, steps, "w")
     low = jc.dequantize(packed["w"])
     x = jax.nn.one_hot(TOKENS.reshape(-1), 6)
     hidden = x @ params["w"] @ params["m"]
@@ -101,7 +100,7 @@ def a_use_that_cannot_be_measured_is_named() -> None:
     _, _, rows = check_nearest(in_while, None, "m")
     assert any("its errors are not measured" in row.note for row in rows)
     batches = iter(list(map(jnp.asarray, TOKENS)))  # can be run through once
-    report = jc.ptq.quantize(tied, RULE, parameters(), batches)[1]
+    report = jc.quantize_fn(tied, RULE).pack(parameters(), batches=batches, return_report=True)[1]
     (_, row) = (row for row in report.weights if row.path == "w")
     assert "its errors are not measured" in row.note and np.isnan(row.before)
 
@@ -110,8 +109,10 @@ def a_use_that_cannot_be_measured_is_named() -> None:
 def steps_that_look_at_no_inputs_are_for_all_uses() -> None:
     rule = jc.Rule("w", weight="uint2(group=8,zero_point=float)")
     steps = [jc.ptq.hqq(), jc.ptq.gptq()]
-    packed, report = jc.ptq.quantize(tied, rule, parameters(), list(map(jnp.asarray, TOKENS)), steps)
-    alone, _ = jc.ptq.quantize(tied, rule, parameters(), list(map(jnp.asarray, TOKENS)), jc.ptq.hqq())
+    packed, report = jc.quantize_fn(tied, rule).pack(
+        parameters(), batches=list(map(jnp.asarray, TOKENS)), steps=steps, return_report=True
+    )
+    alone = jc.quantize_fn(tied, rule).pack(parameters(), batches=list(map(jnp.asarray, TOKENS)), steps=jc.ptq.hqq())
     np.testing.assert_array_equal(jc.dequantize(packed["w"]), jc.dequantize(alone["w"]))
     rows = [row for row in report.weights if row.path == "w"]
     assert [row.method for row in rows] == ["hqq", "hqq"] and rows[1].before != rows[1].after

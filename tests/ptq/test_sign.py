@@ -89,7 +89,9 @@ def bad_arguments() -> None:
     with pytest.raises(ValueError, match="momentum=1 must be a finite number >= 0 and < 1"):
         jc.ptq.sign_round(momentum=1)
     with pytest.raises(ValueError, match="then one gptq or sign_round, then"):
-        jc.ptq.quantize(lambda p, x: x @ p, jc.Rule(weight="int4"), {}, [], [jc.ptq.gptq(), jc.ptq.sign_round()])
+        jc.quantize_fn(lambda p, x: x @ p, jc.Rule(weight="int4")).pack(
+            {}, batches=[], steps=[jc.ptq.gptq(), jc.ptq.sign_round()], return_report=True
+        )
 
 
 test_further = further.test()

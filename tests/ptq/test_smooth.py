@@ -117,7 +117,7 @@ def gains_on_fresh_data(text: str, least: float, gain: float) -> None:
     rule = jc.Rule(weight=text, activation=text)
     y, low, found = scaled(params, fresh), jc.quantize_fn(scaled, rule), []
     for steps in ([], [jc.ptq.smooth()]):
-        packed, _ = jc.ptq.quantize(scaled, rule, params, [x], steps)
+        packed = jc.quantize_fn(scaled, rule).pack(params, batches=[x], steps=steps)
         found.append(decibels(y, low(packed, fresh) - y))
     assert found[1] > max(least, found[0] + gain)
 
@@ -152,15 +152,15 @@ def test_all_faces_give_the_same_numbers() -> None:
     def plain(p: Any, x: Any) -> Any:
         return Linen().apply({"params": p}, x)
 
-    own, _ = jc.ptq.quantize(plain, rule, params, [x], steps)
+    own = jc.quantize_fn(plain, rule).pack(params, batches=[x], steps=steps)
     assert np.abs(own["norm"]["scale"] / params["norm"]["scale"] - 1).max() > 0.1
     y = jc.quantize_fn(plain, rule)(own, x)
-    model, report = jc.nn.quantize_with_data(Module(params), rule, [x], steps)
+    model, report = jc.nn.quantize(Module(params), rule, "ptq", batches=[x], steps=steps, return_report=True)
     np.testing.assert_allclose(model.norm.scale.get_value(), own["norm"]["scale"], rtol=1e-6)
     np.testing.assert_allclose(model(x), y, rtol=1e-3, atol=1e-3)
     assert [row.method for row in report.weights] == ["smooth", "smooth"]
-    program = jc.nn.linen.quantize(Linen(), rule)
-    variables, _ = program.quantize_with_data({"params": params}, [x], steps)
+    program = jc.nn.quantize(Linen(), rule)
+    variables = program.pack({"params": params}, batches=[x], steps=steps)
     np.testing.assert_array_equal(variables["params"]["norm"]["scale"], own["norm"]["scale"])
     np.testing.assert_array_equal(program.apply(variables, x), y)
 
@@ -189,7 +189,9 @@ def what_is_left_alone_is_in_the_report() -> None:
 
     params = arrays({"scale": (8,), "a": (8, 8), "b": (8, 8), "c": (8, 4)})
     x = arrays({"x": (20, 8)}, 1)["x"].at[:, 3].multiply(20)
-    packed, report = jc.ptq.quantize(fun, RULE, params, [x], [jc.ptq.smooth(), jc.ptq.gptq()])
+    packed, report = jc.quantize_fn(fun, RULE).pack(
+        params, batches=[x], steps=[jc.ptq.smooth(), jc.ptq.gptq()], return_report=True
+    )
     rows = {row.path: row for row in report.weights}
     assert {path: row.method for path, row in rows.items()} == {"a": "smooth, gptq", "b": "smooth, gptq", "c": "gptq"}
     assert rows["a"].note == "smooth folded into scale" and rows["b"].note == "smooth folded into a"
@@ -225,7 +227,7 @@ def all_steps_together_and_after_a_kill(between: Any, tmp_path: Path) -> None:
     x = arrays({"x": (80, 16)}, 1)["x"].at[:, 3].multiply(20)
     batches, rule = [x[:40], x[40:]], jc.Rule(weight="int4(group=all)", activation="int8(group=all)")
     steps = [jc.ptq.smooth(), *between, jc.ptq.correct_biases()]
-    whole, report = jc.ptq.quantize(fun, rule, params, batches, steps)
+    whole, report = jc.quantize_fn(fun, rule).pack(params, batches=batches, steps=steps, return_report=True)
     assert [row.method for row in report.weights] == ["smooth, correct_error, gptq" if between else "smooth"] * 2
     assert [row.bias for row in report.weights] == ["bias", ""]
     low, y = jc.quantize_fn(fun, rule), fun(params, x)
@@ -238,8 +240,12 @@ def all_steps_together_and_after_a_kill(between: Any, tmp_path: Path) -> None:
 
     seen: list[int] = []
     with pytest.raises(KeyboardInterrupt):
-        jc.ptq.quantize(fun, rule, params, batches, steps, resume=tmp_path / "run", progress=tell)
-    again, told = jc.ptq.quantize(fun, rule, params, batches, steps, resume=tmp_path / "run")
+        jc.quantize_fn(fun, rule).pack(
+            params, batches=batches, steps=steps, resume=tmp_path / "run", progress=tell, return_report=True
+        )
+    again, told = jc.quantize_fn(fun, rule).pack(
+        params, batches=batches, steps=steps, resume=tmp_path / "run", return_report=True
+    )
     jax.tree.map(np.testing.assert_array_equal, again, whole)
     assert str(told) == str(report)
 
@@ -269,10 +275,12 @@ def bad_arguments() -> None:
         jc.ptq.smooth(1.5)
     with pytest.raises(TypeError, match="alpha='a' must be"):
         jc.ptq.smooth("a")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="may have smooth, awq and rotate, then"):
-        jc.ptq.quantize(scaled, RULE, params, [x], [jc.ptq.gptq(), jc.ptq.smooth()])
+    with pytest.raises(ValueError, match="may have sequential, then smooth, awq and rotate, then"):
+        jc.quantize_fn(scaled, RULE).pack(
+            params, batches=[x], steps=[jc.ptq.gptq(), jc.ptq.smooth()], return_report=True
+        )
     with pytest.raises(TypeError, match="can be run through once"):
-        jc.ptq.quantize(scaled, RULE, params, iter([x]), jc.ptq.smooth())
+        jc.quantize_fn(scaled, RULE).pack(params, batches=iter([x]), steps=jc.ptq.smooth(), return_report=True)
 
 
 def test_parameters_that_overflow() -> None:

@@ -31,7 +31,7 @@ def layer(inputs: int = 64, outputs: int = 64, rows: int = 1024) -> tuple[np.nda
 
 def pruned(w: Any, x: Any, steps: Any, weight: str = "binary32") -> tuple[np.ndarray, Any]:
     """The numbers of a rounded weight, and its row of the report."""
-    packed, report = jc.ptq.quantize(dense, jc.Rule(weight=weight), w, [x], steps)
+    packed, report = jc.quantize_fn(dense, jc.Rule(weight=weight)).pack(w, batches=[x], steps=steps, return_report=True)
     return np.asarray(jc.dequantize(packed)), report.weights[0]
 
 
@@ -164,7 +164,9 @@ def test_scales_are_those_of_the_numbers_that_stay() -> None:
     w, x = layer(32, 12, 256)
     x[:, 0] = 1e-3  # so the first input is pruned, whose weights are the largest
     w[0] = 100
-    packed, _ = jc.ptq.quantize(dense, jc.Rule(weight="int8(group=all)"), single(w), [single(x)], [INPUTS])
+    packed = jc.quantize_fn(dense, jc.Rule(weight="int8(group=all)")).pack(
+        single(w), batches=[single(x)], steps=[INPUTS]
+    )
     assert float(packed.scale.max()) < 10 / 127
 
 
@@ -187,17 +189,17 @@ def other_layouts() -> None:
     def experts(p: Any, x: Any) -> Any:
         return jnp.einsum("ebk,enk->ebn", x, p)
 
-    found, _ = jc.ptq.quantize(
-        experts, jc.Rule(weight="binary32"), jnp.stack([w.T, 2 * w.T]), [jnp.stack([x, x])], [LOSS, jc.ptq.gptq()]
+    found = jc.quantize_fn(experts, jc.Rule(weight="binary32")).pack(
+        jnp.stack([w.T, 2 * w.T]), batches=[jnp.stack([x, x])], steps=[LOSS, jc.ptq.gptq()]
     )
     np.testing.assert_allclose(jc.dequantize(found), np.stack([wanted.T, 2 * wanted.T]), rtol=1e-4, atol=1e-5)
 
     def stack(p: Any, x: Any) -> Any:
         return lax.scan(lambda h, w: (h, h @ w), x, p)[1]
 
-    found, report = jc.ptq.quantize(
-        stack, jc.Rule(weight="binary32"), jnp.stack([w, -w]), [x], [LOSS, jc.ptq.gptq()]
-    )  # fmt: skip
+    found, report = jc.quantize_fn(stack, "binary32").pack(
+        jnp.stack([w, -w]), batches=[x], steps=[LOSS, jc.ptq.gptq()], return_report=True
+    )
     np.testing.assert_allclose(jc.dequantize(found), np.stack([wanted, -wanted]), rtol=1e-4, atol=1e-5)
     assert [row.sparsity for row in report.weights] == [0.5, 0.5]
 
@@ -210,7 +212,7 @@ def test_a_convolution_is_pruned_along_its_channels() -> None:
         return lax.conv_general_dilated(x, p, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
     rule = jc.Rule(weight="binary32")
-    packed, _ = jc.ptq.quantize(conv, rule, kernel, [image], [MAGNITUDE])
+    packed = jc.quantize_fn(conv, rule).pack(kernel, batches=[image], steps=[MAGNITUDE])
     wanted = conv(kernel * jc.sparsity.mask(kernel, 2, 4, axis=2), image)
     np.testing.assert_allclose(jc.quantize_fn(conv, rule)(packed, image), wanted, rtol=1e-4, atol=1e-4)
 
@@ -230,7 +232,7 @@ def it_composes_with_the_other_steps(every: bool) -> None:
     errors = []
     both = [LOSS, jc.ptq.gptq()]
     for steps in ([MAGNITUDE], both, [jc.ptq.correct_error(), *both])[: 2 + every]:
-        packed, report = jc.ptq.quantize(network, rule, params, [x], steps)
+        packed, report = jc.quantize_fn(network, rule).pack(params, batches=[x], steps=steps, return_report=True)
         assert all(most_in_groups(np.asarray(jc.dequantize(q)), 4) == 2 for q in packed.values())
         errors.append(float(jnp.linalg.norm(low(packed, x) - y)))
     assert errors[1] < 0.6 * errors[0]
@@ -253,20 +255,22 @@ def a_format_that_drops_numbers_is_pruned_in_the_sweep(every: bool) -> None:
         "loss": [jc.ptq.gptq()],
         **({"inputs": [INPUTS], "plain": [jc.ptq.gptq("plain")], "sign": [jc.ptq.sign_round(20)]} if every else {}),
     }.items():
-        packed, report = jc.ptq.quantize(dense, rule, single(w), [single(x)], steps)
+        packed, report = jc.quantize_fn(dense, rule).pack(
+            single(w), batches=[single(x)], steps=steps, return_report=True
+        )
         numbers = np.asarray(jc.dequantize(packed))
         assert isinstance(packed, jc.QArray) and 8 * packed.nbytes == (3 + 16 / 32) * w.size
         assert most_in_groups(numbers, 4) == 2 and report.weights[0].bits == 3.5
         np.testing.assert_allclose(jc.quantize_fn(dense, rule)(packed, single(x)), x @ numbers, rtol=1e-3, atol=1e-2)
         made[name] = np.linalg.norm(y - x @ numbers) / np.linalg.norm(y)
         if name in ("plain", "loss"):  # the codes of the step and the dense format
-            same, _ = jc.ptq.quantize(dense, dense_rule, single(w), [single(x)], [LOSS, *steps])
+            same = jc.quantize_fn(dense, dense_rule).pack(single(w), batches=[single(x)], steps=[LOSS, *steps])
             np.testing.assert_array_equal(jc.dequantize(same), numbers)
     assert made["loss"] < 0.19 < 0.24 < made["nearest"] < 0.37
     if every:
         assert made["loss"] < made["plain"] < 0.19 < made["inputs"] < 0.24 and made["sign"] < made["nearest"]
     np.testing.assert_array_equal(
-        jc.dequantize(jc.ptq.quantize(dense, rule, single(w), [single(x)], [])[0]),
+        jc.dequantize(jc.quantize_fn(dense, rule).pack(single(w), batches=[single(x)], steps=[])),
         jc.round_to_format(single(w.T), text).T,
     )
 
@@ -274,12 +278,12 @@ def a_format_that_drops_numbers_is_pruned_in_the_sweep(every: bool) -> None:
 def check_stack() -> None:
     w, x = map(single, layer(32, 12, 256))
     rule = jc.Rule(weight="int4(group=16,sparse=2:4)")
-    wanted, _ = jc.ptq.quantize(dense, rule, w, [x])
+    wanted = jc.quantize_fn(dense, rule).pack(w, batches=[x])
 
     def stack(p: Any, x: Any) -> Any:
         return lax.scan(lambda h, w: (h, h @ w), x, p)[1]
 
-    found, _ = jc.ptq.quantize(stack, rule, jnp.stack([w, -w]), [x])
+    found = jc.quantize_fn(stack, rule).pack(jnp.stack([w, -w]), batches=[x])
     np.testing.assert_array_equal(jc.dequantize(found[0]), jc.dequantize(wanted))
     assert found.nbytes == 2 * wanted.nbytes
 
@@ -290,7 +294,9 @@ def check_convolution() -> None:
     def conv(p: Any, x: Any) -> Any:
         return lax.conv_general_dilated(x, p, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
-    packed, report = jc.ptq.quantize(conv, jc.Rule(weight="int8(channel=0,sparse=2:4)"), kernel, [image])
+    packed, report = jc.quantize_fn(conv, jc.Rule(weight="int8(channel=0,sparse=2:4)")).pack(
+        kernel, batches=[image], return_report=True
+    )
     numbers = np.asarray(packed.dequantize())
     assert most_in_groups(numbers.reshape(27, 5), 4) == 2 and report.weights[0].after > report.weights[0].before
 
@@ -309,18 +315,18 @@ def bad_arguments() -> None:
         jc.ptq.sparse(2, 4, by="wanda")  # type: ignore[arg-type]
     for steps in ([LOSS], [LOSS, jc.ptq.sign_round()]):
         with pytest.raises(ValueError, match="prunes in the sweep of gptq: add it, or choose by='inputs'"):
-            jc.ptq.quantize(dense, rule, w, [x], steps)
+            jc.quantize_fn(dense, rule).pack(w, batches=[x], steps=steps, return_report=True)
     with pytest.raises(ValueError, match="then one sparse, then one clip"):
-        jc.ptq.quantize(dense, rule, w, [x], [jc.ptq.gptq(), LOSS])
+        jc.quantize_fn(dense, rule).pack(w, batches=[x], steps=[jc.ptq.gptq(), LOSS], return_report=True)
     for weight, why in (
         ("int4(sparse=1:4)", "which 'int4.*' does otherwise; leave one of them out"),
         ("int4(group=all,sparse=2:4,sparse_axis=0)", "counts along another axis than the sum"),
     ):
         with pytest.raises(ValueError, match=why):
-            jc.ptq.quantize(dense, jc.Rule(weight=weight), w, [x], [MAGNITUDE])
+            jc.quantize_fn(dense, jc.Rule(weight=weight)).pack(w, batches=[x], steps=[MAGNITUDE], return_report=True)
     for weight in ("uint4(group=4,zero_point=float)", "codebook(-1,-0.5,0.5,1,group=4)"):
         with pytest.raises(ValueError, match=r"makes numbers of '' zero, which .* does not have"):
-            jc.ptq.quantize(dense, jc.Rule(weight=weight), w, [x], [MAGNITUDE])
+            jc.quantize_fn(dense, jc.Rule(weight=weight)).pack(w, batches=[x], steps=[MAGNITUDE], return_report=True)
 
 
 test_further = further.test()

@@ -26,7 +26,7 @@ def mean_of(x: Any) -> np.ndarray:
     return x.T @ x / len(x)
 
 
-def only(fun: Any, params: Any, *batches: Any) -> jc.ptq.InputStatistics:
+def only(fun: Any, params: Any, *batches: Any) -> Any:
     (found,) = jc.ptq.statistics(fun, params, batches).values()
     return found
 
@@ -123,7 +123,9 @@ def parts_that_an_index_chooses_have_one_together() -> None:
 
     gram = jc.ptq.statistics(chosen, experts, [x])["w"].gram
     np.testing.assert_allclose(gram, (x.T @ x / 24)[None], rtol=1e-4, atol=1e-6)
-    _, report = jc.ptq.quantize(chosen, jc.Rule(weight="int4(group=32)"), experts, [x], [])
+    _, report = jc.quantize_fn(chosen, jc.Rule(weight="int4(group=32)")).pack(
+        experts, batches=[x], steps=[], return_report=True
+    )
     assert {row.note for row in report.weights} == {"one statistic for the whole stack"}
 
 

@@ -31,7 +31,7 @@ def check_scores(example: Any) -> None:
     params, rule = example.make(8, 16), jc.Rule("blocks/{q,k,v}", weight="int3(group=16)")
     seen, fresh = jax.random.randint(jax.random.key(0), (2, 16, 24), 0, 8)
     low = jc.quantize_fn(example.network, rule)
-    packed, _ = jc.ptq.quantize(example.network, rule, params, [seen], [jc.ptq.gptq()])
+    packed = jc.quantize_fn(example.network, rule).pack(params, batches=[seen], steps=[jc.ptq.gptq()])
     plain, near, found = (
         np.asarray(jax.jit(run)(p, fresh))
         for run, p in ((example.network, params), (low, low.pack(params, seen)), (low, packed))

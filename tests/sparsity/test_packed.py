@@ -59,8 +59,9 @@ def test_it_stores_what_the_format_prunes(swept: bool) -> None:
         "int4(group=32,scale=bfloat16)" if swept else "int4(group=32,axis=0,scale=bfloat16)",
     )
     if swept:
-        found, _ = jc.ptq.quantize(dense, jc.Rule(weight=text), w, [x], [jc.ptq.sparse(2, 4), jc.ptq.gptq()])
-        same, _ = jc.ptq.quantize(dense, jc.Rule(weight=f"{text[:-1]},sparse=2:4)"), w, [x])
+        steps = [jc.ptq.sparse(2, 4), jc.ptq.clip(), jc.ptq.gptq()]
+        found = jc.quantize_fn(dense, jc.Rule(weight=text)).pack(w, batches=[x], steps=steps)
+        same = jc.quantize_fn(dense, jc.Rule(weight=f"{text[:-1]},sparse=2:4)")).pack(w, batches=[x])
     else:
         found = jc.quantize(jnp.where(jc.sparsity.mask(w, 2, 4, axis=0), w, 0), text)
         same = jc.quantize(w, f"{text[:-1]},sparse=2:4)")

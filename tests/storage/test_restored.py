@@ -47,7 +47,7 @@ NET = linen.Dense(4)
         ("params['layer'][0]", lambda: LOW.pack(LOST, ROW)),
         (
             "variables['params']['kernel']",
-            lambda: jc.nn.linen.quantize(NET, jc.Rule(weight="int8")).apply({"params": {"kernel": ONE}}, ROW),
+            lambda: jc.nn.quantize(NET, jc.Rule(weight="int8")).apply({"params": {"kernel": ONE}}, ROW),
         ),
     ],
 )

@@ -7,8 +7,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 
 from jchop._common.checks import as_iterable, check, short_repr
@@ -49,40 +51,61 @@ _QWIX_BLOCKS = {
 _QWIX_NOISE = {"uniform": ":stochastic", "low_bit_uniform": ":stochastic_b:random_bits=8"}
 
 
-def fields_of_qwix(rules: Any, scale: str | None = None) -> list[Fields]:
+def fields_of_qwix(rules: Any, scale: str | None = None, adapters: bool = False) -> list[Fields]:
     """The fields of rules that do what rules of qwix do, in their order.
 
     Args:
         rules: rules, dicts with the same fields, or dicts around them.
         scale: the format of scales; None for binary32.
+        adapters: whether the fields are those of rules for adapters (`jchop.nn.LoraRule`).
     """
+    read = _qwix_adapters if adapters else partial(_qwix_rule, scale=scale)
     if isinstance(rules, Mapping):
         inner = next((rules[key] for key in ("quantization", "qwix") if key in rules), None)
         if inner is not None:
-            return fields_of_qwix(inner)
+            return fields_of_qwix(inner, adapters=adapters)
         if "rules" not in rules:
-            return [_qwix_rule(rules, scale)]
+            return [read(rules)]
         other = next((name for name in rules if name not in ("rules", "scale_dtype", "use_abstract_model")), None)
         check(other is None, f"{other}={rules.get(other)!r} is not read beside rules=")
         dtype = rules.get("scale_dtype")
-        return fields_of_qwix(rules["rules"], None if dtype is None else _dtype_name(dtype))
+        return fields_of_qwix(rules["rules"], None if dtype is None else _dtype_name(dtype), adapters)
     if isinstance(rules, Iterable) and not isinstance(rules, str):
-        return [each for rule in rules for each in fields_of_qwix(rule, scale)]
+        return [each for rule in rules for each in fields_of_qwix(rule, scale, adapters)]
     names = [field.name for field in fields(rules)] if is_dataclass(rules) else _QWIX_FIELDS
     given = {name: getattr(rules, name) for name in names if hasattr(rules, name)}
     if not given or isinstance(rules, type):
         raise TypeError(f"rules={short_repr(rules)} must be rules of qwix, or dicts such as {{'weight_qtype': 'int8'}}")
-    return [_qwix_rule(given, scale)]
+    return [read(given)]
 
 
-def _qwix_rule(given: Mapping[str, Any], scale: str | None) -> Fields:
+def _qwix_path(given: Mapping[str, Any]) -> str:
+    """The pattern of the paths of a rule, whose fields are checked."""
     for name in given.keys() - {*_QWIX_FIELDS, *_QWIX_OTHERS}:
         near = get_close_matches(name, _QWIX_FIELDS, 1) or _QWIX_FIELDS
         raise ValueError(f"{name}={short_repr(given[name])} is no field of a rule of qwix; close: {', '.join(near)}")
-    rule = {**dict.fromkeys(_QWIX_FIELDS), **given}
-    regex = ".*" if rule["module_path"] is None else rule["module_path"]
+    regex = ".*" if given.get("module_path") is None else given["module_path"]
     path = pattern_of_regex(regex, dotted=False, whole=True)
     _check_equal(path, "module_path", regex, "write the Rule with a pattern, such as '*mlp*' or '!head'")
+    return str(path)
+
+
+def _qwix_adapters(given: Mapping[str, Any]) -> Fields:
+    """The fields of a rule for adapters; what qwix rounds is read by `_qwix_rule`."""
+    path, a, b = _qwix_path(given), given.get("lora_a_initializer"), given.get("lora_b_initializer")
+    check(given.get("rank") is not None, f"rank=None in the rule {short_repr(given)}: rules for adapters have a rank")
+    products = {_QWIX_OPERATIONS.get(name) for name in as_iterable(given.get("op_names") or ("dot_general",))}
+    advice = "adapters are beside products of matrices: leave it out"
+    _check_equal("dot_general" in products, "op_names", given.get("op_names"), advice)
+    draw = jax.random.key(0), (4, 2)
+    same = a is None or (a(*draw) == jax.nn.initializers.he_uniform()(*draw)).all()
+    _check_equal(same, "lora_a_initializer", a, "A is jax.nn.initializers.he_uniform(), as by default in qwix")
+    _check_equal(b is None or not b(*draw).any(), "lora_b_initializer", b, "B is zero: init= has 'loftq' and 'pissa'")
+    return {"path": path, "rank": given["rank"], "alpha": given.get("alpha"), "dropout": given.get("dropout") or 0.0}
+
+
+def _qwix_rule(given: Mapping[str, Any], scale: str | None) -> Fields:
+    path, rule = _qwix_path(given), {**dict.fromkeys(_QWIX_FIELDS), **given}
     names = list(as_iterable(rule["op_names"] or ()))
     for name in names:
         advice = f"known are {', '.join(_QWIX_OPERATIONS)}, and no kernels of Pallas: leave it out"

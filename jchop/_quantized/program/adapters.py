@@ -106,8 +106,8 @@ def add_lora_delta(adapter: LoraAdapter, step: ProductStep, side: int, x: Array,
     contracting = dot.contracting[1 - side]
     free = dot.forward.left.free if side == 0 else dot.forward.right.free
     dtype = jnp.result_type(x, adapter.lora_a, adapter.lora_b)
-    rows = _reorder_lora_rows(adapter.lora_a, use.view.contracting)
-    columns = _reorder_lora_rows(adapter.lora_b.T, tuple(part for parts in use.view.free for part in parts)).T
+    rows = reorder_rows(adapter.lora_a, use.view.contracting)
+    columns = reorder_rows(adapter.lora_b.T, tuple(part for parts in use.view.free for part in parts)).T
     lora_a = rows.reshape(*(x.shape[axis] for axis in contracting), -1)
     lora_b = columns.reshape(-1, *(step.eqn.invars[side].aval.shape[axis] for axis in free))
     x, lora_a, lora_b = (v.astype(dtype) for v in (x, lora_a, lora_b))
@@ -121,7 +121,7 @@ def add_lora_delta(adapter: LoraAdapter, step: ProductStep, side: int, x: Array,
     return y + (delta * adapter.rule.factor).astype(y.dtype)
 
 
-def _reorder_lora_rows(matrix: Array, parts: AxisFactors) -> Array:
+def reorder_rows(matrix: Array, parts: AxisFactors) -> Array:
     """Rows in the order of parts of axes as a product takes them, from the order of the parameter."""
     order = sorted(range(len(parts)), key=lambda i: (parts[i].axis, -parts[i].inner))
     if order == list(range(len(parts))):

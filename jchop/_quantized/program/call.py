@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ Array = jax.Array
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["value", "scale_state", "adapter"],
-    meta_fields=["placement", "leaf", "keeps_full", "codes", "barrier"],
+    meta_fields=["placement", "leaf", "keeps_full", "codes", "barrier", "factors_fit"],
 )
 @dataclass(frozen=True, eq=False)
 class LazyParam:
@@ -47,6 +47,8 @@ class LazyParam:
         barrier: whether other operations than products compute with it. These are then compiled alike for codes and
             for numbers.
         adapter: beside the products that take it; None for none.
+        factors_fit: whether all that takes it are products whose other operand can be multiplied by factors that are
+            stored with it. If not, or if one of several layers is taken by an index, it is itself what they take.
     """
 
     value: Any
@@ -57,6 +59,7 @@ class LazyParam:
     scale_state: WeightScaleState | None = None
     barrier: bool = False
     adapter: LoraAdapter | None = None
+    factors_fit: bool = False
 
     @property
     def stack(self) -> int:
@@ -67,9 +70,11 @@ class LazyParam:
 
     def numbers(self, keys: Keys | None) -> Any:
         """The rounded numbers."""
-        key, placement = None, self.placement
-        if is_packed_param(self.value):
-            low = full = unpack_param(self.value)
+        key, placement, packed, factors = None, self.placement, self.value, None
+        if self.factors_fit and not self.stack:  # what is stored is computed with, and the factors by the product
+            factors, packed = packed.input_factors.reshape(-1), packed.without_factors
+        if is_packed_param(packed):
+            low = full = unpack_param(packed)
         elif placement is None:
             low = full = self.value
         else:
@@ -83,19 +88,24 @@ class LazyParam:
         if self.barrier:
             low = materialize(low)
         if placement is not None and self.codes:
-            numbers = None if is_packed_param(self.value) else jax.lax.stop_gradient(full)
-            qarray = self.value if numbers is None else placement.pack(numbers, key)
-            return RoundedAndFull(low, full, _packed_param_codes(qarray, numbers), self.stack, self.adapter)
-        return RoundedAndFull(low, full, adapter=self.adapter) if self.keeps_full or self.adapter is not None else low
+            numbers = None if is_packed_param(packed) else jax.lax.stop_gradient(full)
+            qarray = packed if numbers is None else placement.pack(numbers, key)
+            codes = _packed_param_codes(qarray, numbers) if getattr(qarray, "input_factors", None) is None else None
+            return RoundedAndFull(low, full, codes, self.stack, self.adapter, factors)
+        is_alone = self.adapter is None and factors is None and not self.keeps_full
+        return low if is_alone else RoundedAndFull(low, full, adapter=self.adapter, factors=factors)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["low", "full", "codes", "adapter"], meta_fields=["stack"])
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["low", "full", "codes", "adapter", "factors"], meta_fields=["stack"]
+)
 @dataclass(frozen=True, eq=False)
 class RoundedAndFull:
     """A rounded parameter with itself in full precision, and its codes if they are multiplied, all transformed alike.
 
     `stack` is the number of axes of a stack that it has still; 0 after a move of its numbers. `adapter` is for the
-    products that take it.
+    products that take it, and `factors` are those by which they multiply their other operand, in the order of the
+    parameter.
     """
 
     low: Any
@@ -103,6 +113,7 @@ class RoundedAndFull:
     codes: CodedArray | None = None
     stack: int = 0
     adapter: LoraAdapter | None = None
+    factors: Array | None = None
 
 
 def _packed_param_codes(packed: QArray | StoredAs, numbers: jax.Array | None) -> CodedArray:
@@ -118,15 +129,15 @@ def rounded_value(value: Any) -> Any:
     """A value in low precision, without itself in full precision.
 
     Raises:
-        ValueError: if it has an adapter, which would be lost.
+        ValueError: if it has an adapter, or factors of inputs, which would be lost.
     """
     if not isinstance(value, RoundedAndFull):
         return value
-    if value.adapter is not None:
+    if value.adapter is not None or value.factors is not None:
+        what, where = ("an adapter", "rules of the adapters") if value.factors is None else ("factors", "step online")
         raise ValueError(
-            f"a parameter of shape {list(value.low.shape)} with an adapter reaches another operation than a product, "
-            "through a function with a derivative of its own, a slice or the like; leave it out of the rules of the "
-            "adapters"
+            f"a parameter of shape {list(value.low.shape)} with {what} reaches another operation than a product, "
+            f"through a function with a derivative of its own, a slice or the like; leave it out of the {where}"
         )
     return value.low
 
@@ -164,6 +175,39 @@ class Keys:
 def batch_arguments(batch: Any) -> tuple[Any, ...]:
     """The arguments of a call that a batch stands for: a tuple of them, or the only one."""
     return batch if isinstance(batch, tuple) else (batch,)
+
+
+def check_batches(batches: Any, repeated: bool) -> None:
+    """Refuse what are no batches, and an iterator if the batches are `repeated`, that is, run through more than once.
+
+    Raises:
+        TypeError: that names the argument.
+    """
+    if not isinstance(batches, Iterable) or isinstance(batches, Mapping | str):
+        raise TypeError(f"batches={batches!r} must be an iterable of arguments, such as [(x,), (x,)]")
+    if repeated and iter(batches) is iter(batches):
+        raise TypeError(
+            f"batches={batches!r} can be run through once, and these steps need them more often (rounding layer after "
+            "layer: for each layer; resume: for each start); pass a list, or an object whose __iter__ starts anew"
+        )
+
+
+def map_batches(batches: Any, map_arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Iterable[Any]:
+    """Batches with other arguments; they can be run through as often as the given ones."""
+    check_batches(batches, repeated=False)
+    batches_anew = _MappedBatches(batches, map_arguments)
+    return iter(batches_anew) if iter(batches) is iter(batches) else batches_anew
+
+
+@dataclass(frozen=True)
+class _MappedBatches:
+    """Batches with other arguments, as often as it is asked for them."""
+
+    batches: Any
+    map_arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.map_arguments(batch_arguments(batch)) for batch in self.batches)
 
 
 def enumerate_batches(batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -195,7 +196,20 @@ class QuantizedProgram:
             {name: str(value) for name, value in rounded.items() if value is not None},
             step.source,
             "" if platform is None or rule is None or refusal else _operand_types(step, rule, platform),
+            "" if roundings is None else _constant_note(step, roundings),
         )
+
+
+def _constant_note(step: ProductStep, roundings: ProductRoundings) -> str:
+    """That an operand of a product of data is a constant, such as a Fourier basis, and is rounded; else empty."""
+    side = next((i for i, is_data in enumerate(step.data[:2]) if not is_data), None)
+    spec = roundings.left if side == 0 else roundings.right
+    if side is None or step.param_uses or spec is None:
+        return ""
+    scope, shape = step.scope, "×".join(map(str, step.eqn.invars[side].aval.shape))
+    name, within = (path_pattern(scope), "") if scope else ("basis", ", within jax.named_scope('basis'),")
+    where = f"{step.name} at {os.path.basename(step.source)}"
+    return f"{where}: a constant ({shape}) is rounded to {spec}; Rule({name!r}) first{within} leaves it"
 
 
 def _operand_types(step: ProductStep, rule: Rule, platform: str) -> str:

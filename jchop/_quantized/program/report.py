@@ -132,6 +132,7 @@ class ProductRow:
         source: file and line.
         operands: the types of the operands that reach the units of the platform of the report; empty without one, and
             for a product without a rule.
+        note: that a constant of the program is rounded, and the rule that leaves it as it is; empty if none is.
     """
 
     scope: str
@@ -141,6 +142,7 @@ class ProductRow:
     roundings: Mapping[str, str]
     source: str
     operands: str = ""
+    note: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "roundings", MappingProxyType(dict(self.roundings)))
@@ -180,7 +182,8 @@ class ProgramReport(Tables):
             rounds = ", ".join(f"{name}={value}" for name, value in row.roundings.items()) or "nothing more"
             own = [row.operands] if has_operands else []
             products.append((row.primitive, of, rounds, row.scope, os.path.basename(row.source), *own))
-        return [parameters, "", products]
+        notes = list(dict.fromkeys(row.note for row in self.products if row.note))
+        return [parameters, "", products, *(["", *notes] if notes else [])]
 
 
 #: A codebook names each of its levels.

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core
 
@@ -21,14 +22,15 @@ from jchop._program.run import Runner, interpret
 from jchop._program.step import CUSTOM_CALLS, HIGH_CALLS, PLAIN_CALLS, ProgramPlan
 from jchop._quantized.products.codes import CodedArray, block_along_sum
 from jchop._quantized.products.contraction import ProductRoundings, contract
-from jchop._quantized.products.product import OperandSwap
+from jchop._quantized.products.product import DotProduct, OperandSwap
 from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage
 from jchop._quantized.products.scales import round_in_range, round_lsq_operand, update_history, update_range
-from jchop._quantized.program.adapters import add_lora_delta
+from jchop._quantized.program.adapters import add_lora_delta, reorder_rows
 from jchop._quantized.program.call import Keys, LazyParam, RoundedAndFull, is_packed_param, rounded_value
 from jchop._quantized.program.param_uses import ProductStep
 from jchop._quantized.program.provenance import MOVE_PRIMITIVES
 from jchop._quantized.program.scale_slots import ScaleSlot
+from jchop._quantized.program.weight_layout import multiply_in_own_dtype
 
 Array = jax.Array
 
@@ -95,6 +97,8 @@ class QuantizedRunner(Runner):
             return self._move_param(part, args)
         if part.product is not None and any(map(_adapter_of, args)):
             return [self._adapter_product(part, seeds, args)]
+        if part.product is not None:
+            args = _with_factors_on_inputs(part, args)
         if id(part) in self.roundings:
             return [self._product(part, seeds, args)]
         return bind(part.eqn.primitive, part.eqn.params, *map(rounded_value, args))
@@ -132,12 +136,13 @@ class QuantizedRunner(Runner):
     def _move_param(self, part: ProductStep, args: list[Any]) -> list[Any]:
         """Numbers that move with those before their rounding; codes move alone, and a cast leaves them as they are."""
         run = partial(bind, part.eqn.primitive, part.eqn.params)
-        adapters = [_adapter_of(x) for x in args]
-        has_stack = any(adapter is not None and adapter.stack for adapter in adapters)
-        if any(adapters) and part.name in _ADAPTER_MOVES and (not has_stack or part.name in _ADAPTER_CASTS):
-            alone = [replace(x, adapter=None) if isinstance(x, RoundedAndFull) else x for x in args]
-            outs = self._move_param(part, alone)
-            return [replace(out, adapter=adapter) for out, adapter in zip(outs, adapters, strict=True)]
+        beside = [(x.adapter, x.factors) if isinstance(x, RoundedAndFull) else (None, None) for x in args]
+        has_stack = any(adapter is not None and adapter.stack for adapter, _ in beside)
+        moves = _ADAPTER_CASTS if has_stack else _ADAPTER_MOVES
+        if part.name in moves and any(value is not None for pair in beside for value in pair):
+            alone = [replace(x, adapter=None, factors=None) if isinstance(x, RoundedAndFull) else x for x in args]
+            outs = zip(self._move_param(part, alone), beside, strict=True)
+            return [replace(out, adapter=adapter, factors=factors) for out, (adapter, factors) in outs]
         low, full = run(*map(rounded_value, args)), run(*(x.full if isinstance(x, RoundedAndFull) else x for x in args))
         first, *rest = args
         moving = first.codes if isinstance(first, RoundedAndFull) else None
@@ -188,6 +193,22 @@ class _InlineRunner(Runner):
 
 def _adapter_of(x: Any) -> Any:
     return x.adapter if isinstance(x, RoundedAndFull) else None
+
+
+def _with_factors_on_inputs(step: ProductStep, args: list[Any]) -> list[Any]:
+    """The operands of a product; one beside a parameter with factors is multiplied by these."""
+    side = next((i for i, x in enumerate(args) if isinstance(x, RoundedAndFull) and x.factors is not None), None)
+    if side is None:
+        return args
+    w, x, (use,), product = args[side], rounded_value(args[1 - side]), step.uses[side], step.product
+    assert isinstance(product, DotProduct) and use.view is not None
+    axes, layouts = product.contracting[1 - side], product.forward
+    factors = reorder_rows(w.factors[:, None], use.view.contracting).reshape([x.shape[axis] for axis in axes])
+    free = (layouts.right if side == 0 else layouts.left).free
+    factors = jnp.expand_dims(factors.transpose(np.argsort(axes)), tuple(free))
+    x = multiply_in_own_dtype(_cast_integers(x, w.low), factors)
+    pair = [replace(w, factors=None), x]
+    return [*(pair if side == 0 else reversed(pair)), *args[2:]]
 
 
 def _no_codes_message(failures: dict[str, tuple[ProductStep, int, ProductRoundings]], paths: Sequence[str]) -> str:

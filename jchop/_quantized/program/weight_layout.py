@@ -117,15 +117,18 @@ class WeightScaleState:
     source: ScaleFrom
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["stored"], meta_fields=["core", "ndim_stored"])
+@partial(jax.tree_util.register_dataclass, data_fields=["stored", "input_factors"], meta_fields=["core", "ndim_stored"])
 @dataclass(frozen=True, eq=False)
 class StoredAs(PackedParam):
-    """A packed parameter whose groups run over several of its axes, so that it is stored in another shape.
+    """A packed parameter that is not stored as it is: its groups run over several axes, or its inputs have factors.
 
     Args:
         stored: the codes and scales, with the axes of a group as one.
         core: the shape of the parameter, without axes of a stack.
         ndim_stored: how many axes the stored array has for `core`.
+        input_factors: the numbers by which the other operand of its product is multiplied before it is rounded; what
+            is stored is the parameter divided by them. Their shape is that of the parameter, with 1 for axes that the
+            product keeps. Default None: none.
 
     Example:
         >>> import jax, jax.numpy as jnp, jchop as jc
@@ -140,6 +143,7 @@ class StoredAs(PackedParam):
     stored: QArray
     core: tuple[int, ...]
     ndim_stored: int
+    input_factors: Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -159,20 +163,33 @@ class StoredAs(PackedParam):
     @property
     def nbytes(self) -> int:
         """Bytes of all leaves."""
-        return self.stored.nbytes
+        return self.stored.nbytes + (0 if self.input_factors is None else self.input_factors.nbytes)
 
     @property
     def spec(self) -> Spec:
         """The spec of the codes, with the axes of the stored array."""
         return self.stored.spec
 
+    @property
+    def without_factors(self) -> QArray | StoredAs:
+        """What is stored, in the shape of the parameter."""
+        return self.stored if self.stored.shape == self.shape else replace(self, input_factors=None)
+
     def dequantize(self, dtype: Any = None) -> Array:
         """The numbers, in the shape of the parameter."""
-        return reshape(dequantize(self.stored, dtype), self.shape)
+        numbers = reshape(dequantize(self.stored, dtype), self.shape)
+        return numbers if self.input_factors is None else multiply_in_own_dtype(numbers, self.input_factors)
 
     def requantize(self, x: Array, key: Array | None = None) -> StoredAs:
         """Other numbers of the parameter, packed in the same way."""
+        if self.input_factors is not None:
+            x = multiply_in_own_dtype(x, 1 / self.input_factors)
         return replace(self, stored=requantize(self.stored, reshape(x, self.stored.shape), key))
+
+
+def multiply_in_own_dtype(x: Array, factors: Array) -> Array:
+    """An array times factors of a dtype that may be wider, rounded once to its own."""
+    return (jnp.asarray(x).astype(jnp.promote_types(x.dtype, factors.dtype)) * factors).astype(x.dtype)
 
 
 export.register_pytree_node_serialization(

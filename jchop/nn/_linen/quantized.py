@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from flax.core.scope import in_filter
@@ -21,17 +22,25 @@ from flax.linen import module as linen_module
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 
-from jchop._common.on_demand import load_name
+from jchop._common.checks import check
 from jchop._common.settings import split_prng_key
 from jchop._quantized.products.operand_layout import check_finite, check_layout_axes, norm_scale_spec, round_in_layout
-from jchop._quantized.products.rule import ROUNDING_FIELDS, Location, Rule, is_stochastic, param_rule_index, rule_index
+from jchop._quantized.products.rule import Location, Rule, is_stochastic, param_rule_index, rule_index
 from jchop._quantized.products.scale_from import LSQ
-from jchop._quantized.program.call import CallArguments, batch_arguments, enumerate_batches, is_packed_param
+from jchop._quantized.program.adapters import AdaptedParam, LoraAdapter
+from jchop._quantized.program.call import (
+    CallArguments,
+    batch_arguments,
+    check_batches,
+    enumerate_batches,
+    is_packed_param,
+    map_batches,
+)
 from jchop._quantized.program.quantized_program import check_weight_rules
 from jchop._quantized.program.report import ProgramReport
 from jchop._quantized.program.scale_slots import Scales, merge_scales, scales_after_packing
 from jchop._quantized.program.weight_layout import WeightLayout, weight_layout_of
-from jchop._quantized.quantize_fn import QuantizedFunction
+from jchop._quantized.quantize_fn import QuantizedFunction, check_data_arguments
 from jchop._spec.spec import Spec
 from jchop.nn._shared.cache import cache_with_token, empty_packed_cache
 from jchop.storage import QArray, dequantize, dequantize_params, quantize
@@ -154,29 +163,6 @@ def norm_roundings(rules: Sequence[Rule], calls: Mapping[LinenPath, ModuleCall])
     return norms
 
 
-def rules_excluding_layers(
-    rules: Sequence[Rule], layers: Sequence[str], calls: Mapping[LinenPath, ModuleCall]
-) -> tuple[Rule, ...]:
-    """Rules that leave some layers alone, without those that then match none, and fields that then say nothing."""
-    all_rules = (Rule(" ".join(f"/{path}/" if path else "/" for path in layers)), *rules)
-    norms, used = norm_roundings(rules, calls), dict[int, set[str]]()
-    for path, call in calls.items():
-        numbers = {call.rule_number(path, all_rules)}
-        for name in call.shapes:
-            operation = _OPERATIONS.get(call.cls, "")
-            numbers.add(param_rule_index("/".join((*path, name)), all_rules, call.cls.__name__, operation))
-        fields: Iterable[str] = ROUNDING_FIELDS if call.shapes else ()
-        if call.cls in _NORMS:
-            fields = ("bias", "output", *(("weight", "activation") if path in norms else ()))
-        elif call.cls in _ATTENTIONS:
-            fields = [name for name in ROUNDING_FIELDS if name not in ("weight", "bias", "output", "scale_from")]
-        for number in numbers if fields else ():
-            if number is not None:
-                used.setdefault(number, set()).update(fields)
-    idle = {number: dict.fromkeys(name for name in ROUNDING_FIELDS if name not in used[number]) for number in used}
-    return tuple(replace(rule, **idle[number]) for number, rule in enumerate(all_rules) if number in used)
-
-
 # -- the interceptor ---------------------------------------------------------------------------------------------------
 
 
@@ -288,7 +274,7 @@ Norms = tuple[tuple[LinenPath, NormRounding], ...]
 
 @dataclass(frozen=True)
 class Quantized:
-    """A module of Linen whose program runs under rules; a result of `jchop.nn.linen.quantize`.
+    """A module of Linen whose program runs under rules; a result of `jchop.nn.quantize`.
 
     Args:
         module: the module.
@@ -302,7 +288,7 @@ class Quantized:
         ...     def __call__(self, x):
         ...         w = self.param("w", linen.initializers.ones, (64, 4, 8))
         ...         return jnp.einsum("bd,dhk->bhk", x, w)
-        >>> heads = jc.nn.linen.quantize(Heads(), jc.Rule(weight="int4(group=32)"))
+        >>> heads = jc.nn.quantize(Heads(), jc.Rule(weight="int4(group=32)"))
         >>> variables = heads.init(jax.random.key(0), jnp.ones((1, 64)))
         >>> packed = heads.pack(variables, jnp.ones((1, 64)))
         >>> packed["params"]["w"].nbytes, heads.apply(packed, jnp.ones((1, 64))).shape
@@ -349,7 +335,7 @@ class Quantized:
             >>> from flax import linen
             >>> trained = linen.Dense(3).init(jax.random.key(0), jnp.ones((1, 8)))
             >>> rule = jc.Rule(weight="int4(group=4)", scale_from=jc.LSQ())
-            >>> variables = jc.nn.linen.quantize(linen.Dense(3), rule).start(trained, jnp.ones((1, 8)))
+            >>> variables = jc.nn.quantize(linen.Dense(3), rule).start(trained, jnp.ones((1, 8)))
             >>> {name: value.shape for name, value in sorted(variables["params"].items())}
             {'bias': (3,), 'kernel': (8, 3), 'kernel_weight_scale': (2, 3)}
         """
@@ -399,16 +385,21 @@ class Quantized:
         Args:
             variables: variables of the module, packed or not, with the scales that rules keep.
             args: arguments of the module.
-            rngs: streams of keys by name, with that which a stochastic rule names.
+            rngs: streams of keys by name, with that which a stochastic rule names. With a stream ``"dropout"`` adapters
+                have the dropout of their rules.
             kwargs: of the module and of Linen's `apply`.
 
         Raises:
             ValueError: as `jchop.quantize_fn`; for an `output` or a `cache` without effect.
         """
-        return self.apply_with_key(self.key(rngs), variables, args, rngs, kwargs)
-
-    def apply_with_key(self, key: jax.Array | None, variables: Any, args: Any, rngs: Any, kwargs: Any) -> Any:
-        """As `apply`, with the key of the program: without stochastic rules it is for the dropout of adapters."""
+        key, adapters = self.key(rngs), lora_adapters(variables)
+        if not isinstance(rngs, Mapping) or "dropout" not in rngs:
+            still = {path: replace(one, rule=replace(one.rule, dropout=0.0)) for path, one in adapters.items()}
+            variables = {**variables, LORA_COLLECTION: nest_params(still)} if adapters else variables
+        elif key is None and any(one.rule.dropout for one in adapters.values()):
+            key = rngs["dropout"]
+            typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+            key = key if typed else jax.random.wrap_key_data(key)
         function, operands, scales, _ = self._prepare(variables, args, rngs, kwargs)
         if not scales.stats or not in_filter(kwargs.get("mutable", False), SCALE_COLLECTION):
             call_scales = scales if self._keeps or scales.stats else None
@@ -416,53 +407,52 @@ class Quantized:
         (y, mutated), scales = function.update(*operands, scales=scales, key=key)
         return y, {**mutated, SCALE_COLLECTION: nest_params(scales.stats)}
 
-    def pack(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
+    def pack(
+        self,
+        variables: Any,
+        *args: Any,
+        batches: Iterable[Any] | None = None,
+        steps: Any = None,
+        return_report: bool = False,
+        rngs: Any = None,
+        **kwargs: Any,
+    ) -> Any:
         """The variables with the rounded parameters stored packed, in their own shapes and boxes, for `apply`.
 
         The learned scale of a parameter becomes a part of it.
 
         Args:
             variables: variables of the module, with the scales that rules keep.
-            args: example arguments, of which only shapes are used.
+            args: example arguments, of which only shapes are used; not with `batches`.
+            batches: arguments of the module, tuples or the only argument: weights are rounded with these data. Default
+                None.
+            steps: as of `jchop.QuantizedFunction.pack`.
+            return_report: whether a `jchop.ptq.PtqReport` is returned, too; it needs `batches`. Default False.
             rngs: streams of keys by name.
             kwargs: as of `apply`.
 
         Raises:
             ValueError: as `apply`; for a rule with a weight that rounds nothing, or with a `DelayedScaling`.
         """
+        key = self.key(rngs)
+        if batches is not None:
+            check(not args, "batches: they are the arguments; leave out the example arguments")
+            check_batches(batches, repeated=False)
+            if self._needs_calls(self._split_variables(variables)[0]):
+                batches = [*batches]
+                args = batch_arguments(batches[0]) if batches else ()
+            function, (params, state, *_), _, norms = self._prepare(variables, args, rngs, kwargs)
+            calls = map_batches(batches, lambda args: (state, args, rngs, kwargs))
+            params, report = function.pack(params, batches=calls, steps=steps, return_report=True, key=key)
+            params = _map_norm_scales(params, norms, self.rules, key, packs=True)
+            packed = {name: value for name, value in variables.items() if name != SCALE_COLLECTION} | {"params": params}
+            return (packed, report) if return_report else packed
+        check_data_arguments(steps=steps, return_report=return_report)
         function, operands, scales, norms = self._prepare(variables, args, rngs, kwargs)
         check_weight_rules([function.resolved(*operands)])
-        key = self.key(rngs)
         packed_params = function.pack(*operands, scales=scales, key=key)
         packed_params = _map_norm_scales(packed_params, norms, self.rules, key, packs=True)
         return {**variables, **_param_and_scale_collections(packed_params, scales_after_packing(scales))}
-
-    def quantize_with_data(
-        self,
-        variables: Any,
-        batches: Iterable[Any],
-        steps: Any = None,
-        *,
-        sequential: bool | None = None,
-        rngs: Any = None,
-        progress: Callable[[int], object] | None = None,
-    ) -> tuple[Any, Any]:
-        """The packed variables, rounded with data, and a report, as `jchop.ptq.quantize` gives them.
-
-        Args:
-            variables: variables of the module.
-            batches: arguments of the module: tuples, or the only argument.
-            steps: as of `jchop.ptq.quantize`.
-            sequential: as of `jchop.ptq.quantize`.
-            rngs: streams of keys by name.
-            progress: called with the number of batches that were run.
-        """
-        data = load_name("jchop.ptq._models", "ModelData")(batches, steps, sequential, progress)
-        first = data.first() if self._needs_calls(self._split_variables(variables)[0]) else ()
-        function, (params, state, *_), _, _ = self._prepare(variables, first, rngs, {})
-        packed_params, report = data.round(function, params, lambda args: (state, args, rngs, {}), self.key(rngs))
-        others = {name: collection for name, collection in variables.items() if name != SCALE_COLLECTION}
-        return {**others, "params": packed_params}, report
 
     def report(
         self, variables: Any, *args: Any, rngs: Any = None, platform: str | None = None, **kwargs: Any
@@ -486,7 +476,10 @@ class Quantized:
     def _split_variables(self, variables: Any) -> tuple[Any, dict[str, Any], Scales]:
         """The parameters, the other collections, and the kept scales."""
         collections = dict(variables)
-        params = collections.pop("params", {})
+        params = linen_params_with_adapters(collections)
+        collections.pop("params", None)
+        if lora_adapters(collections):
+            del collections[LORA_COLLECTION]
         if CACHE_COLLECTION in collections:  # as arrays: a function of parameters is given numbers for codes
             collections[CACHE_COLLECTION] = jax.tree.flatten(collections[CACHE_COLLECTION])
         stats: dict[str, Any] = flatten_dict(dict(collections.pop(SCALE_COLLECTION, {})), sep="/")  # type: ignore[assignment]
@@ -602,6 +595,33 @@ def _map_norm_scales(params: Any, norms: Norms, rules: tuple[Rule, ...], rngs: A
     return nest_params(leaves) if scaled else params
 
 
+#: The collection of adapters, each at the path of its parameter.
+LORA_COLLECTION = "lora"
+
+
+def lora_adapters(variables: Any) -> dict[str, LoraAdapter]:
+    """The adapters among variables, by the paths of their parameters."""
+    collection = variables.get(LORA_COLLECTION, {})
+    leaves = flat_params(collection) if isinstance(collection, Mapping) else {}
+    return leaves if all(isinstance(leaf, LoraAdapter) for leaf in leaves.values()) else {}
+
+
+def linen_params_with_adapters(variables: Any) -> Any:
+    """The parameters among variables, those with adapters as `AdaptedParam`.
+
+    Raises:
+        ValueError: for an adapter of a parameter that is not there.
+    """
+    params, adapters = variables.get("params", {}), lora_adapters(variables)
+    leaves = flat_params(params) if adapters else {}
+    for path, adapter in adapters.items():
+        check(path in leaves, f"variables: {path!r} has an adapter, and no parameter")
+        value = nn.meta.unbox(leaves[path])
+        base = value.base if isinstance(value, AdaptedParam) else value
+        leaves[path] = with_box_of(leaves[path], AdaptedParam(base, adapter))
+    return nest_params(leaves) if adapters else params
+
+
 def flat_params(params: Any) -> dict[str, Any]:
     """Parameters by path, with their boxes."""
     is_box = lambda _, x: isinstance(x, nn.meta.AxisMetadata)  # noqa: E731
@@ -620,6 +640,8 @@ def with_box_of(leaf: Any, value: Any) -> Any:
 
 def _param_and_scale_collections(params: Any, scales: Scales) -> dict[str, Any]:
     """The collections that hold parameters and kept scales."""
+    is_adapted = lambda leaf: isinstance(leaf, AdaptedParam)  # noqa: E731
+    params = jax.tree.map(lambda leaf: leaf.base if is_adapted(leaf) else leaf, params, is_leaf=is_adapted)
     if scales.learned:
         params = nest_params({**flat_params(params), **scales.learned})
     return {"params": params, **({SCALE_COLLECTION: nest_params(scales.stats)} if scales.stats else {})}

@@ -426,6 +426,11 @@ def _codes_in_own_shape(
     return (codes, layout) if own is None else (own, None)
 
 
+def weight_names(module: Any, kind: NnxKind) -> list[str]:
+    """The names of the parameters with the role of weights."""
+    return [name for name, role in kind.parameters.items() if role == "weight" and getattr(module, name) is not None]
+
+
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 

@@ -1,27 +1,25 @@
-"""The quantized layers: a class for each layer of Flax; `quantize`, which converts a model into one that rounds."""
+"""The quantized layers: a class for each layer of Flax, and layers of a model converted into them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 
-from jchop._common.checks import check_instance, first_names
+from jchop._common.checks import check_instance
 from jchop._common.paths import nearest_paths_hint
 from jchop._quantized.products.rule import (
     ROUNDING_FIELDS,
     Rule,
-    RuleLike,
     exclusion_advice,
     module_rule_indexes,
     param_rule_index,
 )
 from jchop.nn._nnx.layer_kinds import NNX_KINDS, NnxKind, PackedVariables, attach, attach_emulation
 from jchop.nn._nnx.nodes import ModuleEntry, QuantizedParam, module_entries
-from jchop.nn._nnx.programs import is_nnx_program, quantize_program
 from jchop.nn._nnx.rounding_modules import (
     RoundedProduct,
     RoundedPromotion,
@@ -30,10 +28,8 @@ from jchop.nn._nnx.rounding_modules import (
     rounding_module_in,
 )
 from jchop.nn._shared import cache, program_classes
-from jchop.nn._trees.equinox_modules import check_flax_or_equinox, is_equinox_module, quantize_equinox_module
 
 Array = jax.Array
-T = TypeVar("T")
 
 
 # What a quantized layer adds to one of Flax stands in the class itself: a class with one more parent could not become
@@ -308,21 +304,6 @@ def check_norm_wrappers(model: nnx.Module) -> None:
             )
 
 
-def _refuse_to_pack(modules: Sequence[tuple[ModuleEntry, Rule]]) -> None:
-    """Refuse to pack the program of a model without arguments to trace it with.
-
-    Raises:
-        ValueError: that names the modules for which the program is quantized.
-    """
-    text = first_names([f"{entry.paths[0]!r} ({type(entry.module).__name__})" for entry, _ in modules], str)
-    paths = [path for entry, _ in modules for path in entry.paths]
-    raise ValueError(
-        f"inputs=None, but rules match {text}, whose parameters no plain layer of Flax holds. So the program of the "
-        f"model is quantized, and one that is packed has to be traced: {program_classes.INPUTS_ADVICE}. "
-        f"{exclusion_advice(paths, modules[0][1])}"
-    )
-
-
 def strip_rounding(layer: Any, kind: NnxKind) -> Any:
     """Put Flax's functions back in the places of rounding modules, so that a layer can be quantized in another way.
 
@@ -370,97 +351,26 @@ def _check_nnx_rules_have_effect(rules: Sequence[Rule], layer_rules: Sequence[Nn
             )
 
 
-def quantize(
-    model: T,
-    rules: RuleLike,
-    mode: program_classes.LayerMode = "qat",
-    *,
-    inputs: program_classes.ExampleInputs | None = None,
-    rngs: nnx.Rngs | None = None,
-    key: jax.Array | None = None,
-) -> T:
-    """A copy of a model that rounds by rules.
+def set_layer_bias(layer: Any, value: Array) -> None:
+    """Give a layer a bias, in place of the one that it has or has not."""
+    if layer.bias is None:
+        layer.use_bias = True
+        layer.bias = nnx.data(nnx.Param(value))
+    else:
+        layer.bias[...] = value
 
-    With `inputs`, or if a rule matches a module with parameters that is no layer of Flax, the *program* of the model is
-    quantized: `jchop.quantize_fn` runs each of its methods, and rounds the parameters that reach products, whatever
-    modules they are in. A rule then may have `weight`, `bias`, `activation`, `matmul` and the specs of gradients.
-    Calls of a module in the model by itself (``model.encoder(x)``) are under the rules, too, as long as these need no
-    stream of keys and no kept scales, which are those of the model; else they are an error.
 
-    Without `inputs`, the *layers* of the model are quantized: they become layers of `jchop.nn` with the same name,
-    parameters and paths, which round in place of Flax's `rounded_dot_general`, `rounded_conv`, `einsum_op`,
-    `attention_fn` and `promote_dtype`, and round their result. A product in the model's own code, ``x @ kernel``, is
-    not rounded then. `scale_from`, `calibrate`, `output` and `cache` need layers.
+def add_zero_biases(model: nnx.Module, rules: Sequence[Rule]) -> None:
+    """Give layers whose weight is rounded a bias of zeros, in place, if they have none."""
+    for entry, kind, _, rule, _ in nnx_layer_rules(model, rules):
+        layer: Any = entry.module
+        if kind is None or rule is None or rule.weight is None or type(layer) not in _LAYERS_WITH_BIAS:
+            continue
+        if layer.bias is None:
+            kernel = layer.kernel[...]
+            stack = kernel.shape[: kernel.ndim - 2 - len(getattr(layer, "kernel_size", ()))]
+            set_layer_bias(layer, jax.numpy.zeros((*stack, layer.out_features), kernel.dtype))
 
-    Of a module of Equinox the program is quantized: the result has the fields, paths and methods of the module, and
-    its class is derived from the module's. Packed parameters are QArrays in the places of arrays.
 
-    Layers without a rule do not change; `report` lists the effect on each. A rule rounds the scale and the input of a
-    norm only if all layers that it decides are norms. So a rule for products gives the same model in both ways.
-
-    Args:
-        model: a module of Flax NNX or of Equinox, or a quantized one, which is then quantized again. Calibrated and
-            learned scales (`calibrate`, `Rule.scale_from`) are kept if the rounding of the operand is the same.
-        rules: a `Rule`, or several; the first that matches a layer's path applies.
-        mode: ``"qat"`` (default): parameters are rounded at each use, with straight-through gradients. ``"ptq"``:
-            weights and biases are rounded once and stored packed, as `QuantizedParam`; other tensors are rounded at
-            each use. These two compute the same numbers, bit for bit, if the rounding is not stochastic.
-            ``"weight_only"``: like ``"ptq"``, and a rule may round nothing else; a rule without a `product` has
-            ``"auto"``, so that products read weights as they are stored, and sums differ in last digits from those of
-            ``"ptq"``. ``"emulate"``: `jchop.emulate` runs the layer, with
-            every operation rounded to the rule's activation, and sums by its matmul.
-        inputs: example arguments of the model's call, ``(x,)`` or by name ``{"x": x, "cache": cache}``, or of several
-            methods, ``{"decode": (x, step), "encode": {"x": x}}``: arrays or `jax.ShapeDtypeStruct`. With them the
-            program is quantized. They are required to pack a model that is not made of plain layers of Flax alone: a
-            layer with parameters or methods that other code has given it is none. Default None.
-        rngs: `flax.nnx.Rngs`, required if a rule is stochastic: every rounding draws from its own stream, forked from
-            the one named by the rule, and advances it, like a dropout. Not for Equinox.
-        key: Equinox: a typed key, required to pack if the rounding of a parameter is stochastic. Calls of a module with
-            a stochastic rule then take a key each, ``model(x, rounding_key=key)``. Default None.
-
-    Returns:
-        The new model. Arrays that did not change are shared with the given one.
-
-    Raises:
-        TypeError: for invalid rules or `rngs`.
-        ValueError: for a rule that matches no layer, or has a field without effect on those it matches; a layer with
-            its own functions instead of Flax's; a stochastic rule without `rngs`; with `inputs`, a layer that rounds
-            its parameters already, or a method that is an attribute of one object; other arguments in `inputs`.
-        NotImplementedError: for a product that is out of reach, a field that a program does not have, or packed
-            parameters that `flax.nnx.SpectralNorm` or `WeightNorm` would normalize.
-
-    Example:
-        >>> import jax.numpy as jnp, jchop as jc
-        >>> from flax import nnx
-        >>> model = nnx.Sequential(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(4, 2, rngs=nnx.Rngs(1)))
-        >>> rules = [jc.Rule("layers/2"), jc.Rule(weight="int4(group=all)", activation="int8(group=all)")]
-        >>> trained, packed = jc.nn.quantize(model, rules), jc.nn.quantize(model, rules, mode="ptq")
-        >>> x = jnp.linspace(-1, 1, 24).reshape(3, 8)
-        >>> bool((trained(x) == packed(x)).all()), packed.layers[0].kernel[...].nbytes
-        (True, 32)
-    """
-    all_rules = program_classes.rules_of_mode(rules, mode)
-    if is_equinox_module(model):
-        if rngs is not None:
-            raise TypeError("rngs is for modules of Flax NNX; one of Equinox takes key=")
-        return quantize_equinox_module(model, all_rules, mode, inputs, key)
-    advice = "for one of Linen use jchop.nn.linen.quantize, for a function of parameters jchop.quantize_fn"
-    check_flax_or_equinox("model", model, f"; {advice}")
-    if key is not None:
-        raise TypeError("key is for modules of Equinox; one of Flax NNX takes rngs=")
-    result: Any = nnx.merge(*nnx.split(model), copy=True)  # variables of its own, holding the same arrays
-    is_program = is_nnx_program(result)
-    decisions = [] if mode == "emulate" or is_program else nnx_layer_rules(result, all_rules)
-    custom = [
-        (one.entry, one.rule) for one in decisions if one.kind is None and one.rule is not None and one.rule.rounds
-    ]
-    if inputs is None and not custom and (mode == "emulate" or not is_program):
-        quantize_layers(result, all_rules, mode, rngs)
-        check_norm_wrappers(result)
-        return result
-    program_classes.check_layer_modes(all_rules, mode, program=True)
-    refuse_quantized_layers(result, all_rules)
-    if inputs is None and mode != "qat" and custom:
-        _refuse_to_pack(custom)
-    quantize_program(result, all_rules, mode, inputs, rngs)
-    return result
+#: Layers with one bias for each channel, the last axis of their results.
+_LAYERS_WITH_BIAS = (nnx.Linear, nnx.Conv, nnx.ConvTranspose)

@@ -257,7 +257,10 @@ def _leaf_partition_specs(value: QArray | PackedParam, spec: PartitionSpec, mesh
         return PartitionSpec(*(entry if n % count == 0 else None for entry, count, n in axes))
 
     specs = replace(jax.tree.map(of, qarray), qvalue=PartitionSpec(*entries))
-    return replace(value, stored=specs) if isinstance(value, PackedParam) else specs  # type: ignore[type-var]
+    if not isinstance(value, PackedParam):
+        return specs
+    factors = None if value.input_factors is None else PartitionSpec()
+    return replace(value, stored=specs, input_factors=factors)  # type: ignore[type-var]
 
 
 def _axis_part_count(entry: Any, mesh: Any) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial, wraps
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from flax import nnx
 from jchop._common.checks import check
 from jchop._quantized.products.rule import Rule
 from jchop._quantized.program.adapters import AdaptedParam, LoraAdapter
-from jchop._quantized.program.call import is_packed_param
+from jchop._quantized.program.call import is_packed_param, map_batches
 from jchop._quantized.program.report import ProgramReport
 from jchop._quantized.program.scale_slots import ScaleCalibration, Scales
 from jchop._quantized.quantize_fn import QuantizedFunction, check_rule_fields
@@ -34,7 +34,9 @@ from jchop.nn._nnx.rounding_modules import ProgramScales
 from jchop.nn._shared.program_classes import (
     INPUTS_ADVICE,
     ExampleInputs,
+    ModelCall,
     ProgramPart,
+    RoundingData,
     class_body,
     method_inputs,
     method_of,
@@ -56,12 +58,22 @@ _ADAPTERS_ATTRIBUTE = "quantization_adapters"
 
 
 def quantize_program(
-    model: Any, rules: Sequence[Rule], mode: str, inputs: ExampleInputs | None, rngs: nnx.Rngs | None
-) -> None:
+    model: Any,
+    rules: Sequence[Rule],
+    mode: str,
+    inputs: ExampleInputs | None,
+    rngs: nnx.Rngs | None,
+    call: ModelCall | None = None,
+    batches: Iterable[Any] | None = None,
+    steps: Any = None,
+) -> Any:
     """Give a model the class whose methods run under rules, in place; pack its parameters unless ``mode="qat"``.
 
+    Returns:
+        The report of rounding with `batches`; None without them.
+
     Raises:
-        ValueError: as `jchop.quantize_fn`; for packing without `inputs`.
+        ValueError: as `jchop.quantize_fn`; for packing without `inputs` and `batches`.
     """
     is_packed = is_nnx_program(model) and any(isinstance(node, QuantizedParam) for _, node in nnx.iter_graph(model))
     check(not is_packed, "model is packed already; quantize the model that it was made from")
@@ -72,25 +84,36 @@ def quantize_program(
     if is_nnx_program(model):
         _strip_program(model)
     keeping = next((rule for rule in rules if rule.scale_from is not None), None)
-    if keeping is not None and inputs is None:
+    if keeping is not None and inputs is None and batches is None:
         raise ValueError(
-            f"inputs=None, but {keeping} keeps scales, whose places the program says: pass example arguments of the "
-            "model's call, inputs=(x,)"
+            f"inputs=None: pass inputs=(x,), example arguments of the model's call; {keeping} keeps scales, "
+            "whose places the program says"
         )
-    if mode != "qat" and inputs is None:
-        raise ValueError(f"inputs=None, but a program that is packed has to be traced: {INPUTS_ADVICE}")
-    if inputs is not None:
-        draws = [
-            rule for rule in rules for spec in (rule.weight, rule.bias) if spec is not None and spec.rounding.stochastic
-        ]
-        key = fork_rounding_stream(draws[0], rngs, "the model")() if mode != "qat" and draws else None
+    if mode != "qat" and inputs is None and batches is None:
+        raise ValueError(f"{INPUTS_ADVICE}; a program that is packed has to be traced")
+    report = None
+    if inputs is not None or batches is not None:
+        drawn = [rule for rule in rules if rule.stochastic and (batches is not None or _draws_for_params(rule))]
+        key = fork_rounding_stream(drawn[0], rngs, "the model")() if mode != "qat" and drawn else None
         graph, params, rest = _split_program_state(model)
-        functions = _nnx_method_functions(model, graph, rules, inputs).values()
+        functions = _nnx_method_functions(model, graph, rules, inputs, call).values()
         calls = [(function, (rest, args)) for function, args in functions]
-        params, scales = round_methods(params, calls, mode, scales, key)
+        data = None
+        if batches is not None:
+            method = method_of(type(model), "__call__" if call is None else call)
+            function = _nnx_method_function(model, graph, method, ProgramPart(tuple(rules)))
+            arguments = lambda args: (rest, _ArgumentArrays.of(args, {})[0])  # noqa: E731
+            data = RoundingData(function, map_batches(batches, arguments), steps)
+        params, scales, report = round_methods(params, calls, mode, scales, key, data)
         if mode != "qat":
             _put_params(model, params)
     _attach_program_rules(model, tuple(rules), rngs, scales)
+    return report
+
+
+def _draws_for_params(rule: Rule) -> bool:
+    """Whether the rounding of a parameter is stochastic."""
+    return any(spec is not None and spec.rounding.stochastic for spec in (rule.weight, rule.bias))
 
 
 def _attach_program_rules(model: Any, rules: tuple[Rule, ...], rngs: nnx.Rngs | None, scales: Scales) -> None:
@@ -160,34 +183,6 @@ def calibrate_program(model: Any, method: str, combine: str) -> Callable[[], Non
                 setattr(module, _PART_ATTRIBUTE, nnx.static(replace(_nnx_program_part(module), keeps=True)))
 
     return end
-
-
-def round_program_by(
-    model: Any, rules: Sequence[Rule], rngs: nnx.Rngs | None, round_params: Callable[..., tuple[Any, T]]
-) -> T:
-    """Round the parameters of a model, in place, and give it the class whose methods run under rules.
-
-    Args:
-        model: a model of NNX.
-        rules: its rules.
-        rngs: the streams of keys.
-        round_params: of the function of the model's call, its parameters, a function from the arguments of the model to
-            those of its function after the parameters, and a key; the packed parameters, and what is returned.
-
-    Raises:
-        ValueError: for a model that runs under rules already.
-    """
-    check(not is_nnx_program(model), "model is quantized already; give the model that it was made from")
-    check_rule_fields(rules)
-    stochastic = [rule for rule in rules if rule.stochastic]
-    key = fork_rounding_stream(stochastic[0], rngs, "the model")() if stochastic else None
-    graph, params, rest = _split_program_state(model)
-    function = _nnx_method_function(model, graph, method_of(type(model), "__call__"), ProgramPart(tuple(rules)))
-    arguments = lambda args: (rest, _ArgumentArrays.of(args, {})[0])  # noqa: E731
-    packed_params, report = round_params(function, params, arguments, key)
-    _put_params(model, packed_params)
-    _attach_program_rules(model, tuple(rules), rngs, Scales({}, {}))
-    return report
 
 
 def report_program(
@@ -292,13 +287,13 @@ def _split_program_state(model: Any) -> tuple[Any, Any, Any]:
 
 
 def _nnx_method_functions(
-    model: Any, graph: Any, rules: Sequence[Rule], inputs: ExampleInputs
-) -> dict[str, tuple[QuantizedFunction, _ArgumentArrays]]:
-    """The methods that have example arguments, as functions, with these."""
+    model: Any, graph: Any, rules: Sequence[Rule], inputs: ExampleInputs | None, call: ModelCall | None = None
+) -> dict[Any, tuple[QuantizedFunction, _ArgumentArrays]]:
+    """The methods that have example arguments, or `call`, as functions, with these."""
     cls, part = plain_class(type(model)), ProgramPart(tuple(rules))
     return {
         name: (_nnx_method_function(model, graph, method_of(cls, name), part), _ArgumentArrays.of(*arguments)[0])
-        for name, arguments in method_inputs(inputs, cls).items()
+        for name, arguments in method_inputs(inputs, cls, call).items()
     }
 
 
@@ -306,7 +301,7 @@ def _nnx_method_function(model: Any, graph: Any, method: Callable[..., Any], par
     """A method as a function of parameters, other state and arguments; of equal graphs one that is traced once."""
     classes = _variable_module_classes(model, part) if any(rule.layer is not None for rule in part.rules) else ()
     try:
-        hash(graph)
+        hash((graph, method))
     except TypeError:  # an attribute that cannot be compared
         return _new_nnx_method_function(graph, method, part, classes)
     return _cached_nnx_method_function(graph, method, part, classes)

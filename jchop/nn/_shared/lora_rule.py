@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._common.checks import check, check_choice, check_float, check_int
+from jchop._common.checks import check, check_choice, check_float, check_int, short_repr
 from jchop._common.files import atomic_file, exclusive_folder, json_object, open_regular_file, short_text
 from jchop._common.paths import check_path_pattern, nearest_paths_hint
+from jchop._quantized.products.rule_sources import fields_of_qwix
 from jchop.storage import load_safetensors, save_safetensors
 
 Array = jax.Array
@@ -34,7 +35,7 @@ class LoraRule:
     """Adapters for the layers whose path matches: y = base(x) + (alpha / rank) x A B (Hu et al., arXiv 2106.09685).
 
     Args:
-        path: a pattern of paths ([](patterns.md)), as in `Rule`.
+        path: a pattern of paths ([](patterns.md)), as in `Rule`. Default ``"*"``: all layers.
         rank: the number of columns of A and rows of B.
         alpha: the numerator of the factor. Default: `rank`, so that the factor is 1.
         dropout: the rate of dropout of x on its way to A, from 0 up to 1. Default 0.
@@ -52,8 +53,8 @@ class LoraRule:
         2.0
     """
 
-    path: str
-    rank: int
+    path: str = "*"
+    rank: int = field(kw_only=True)
     alpha: float | None = None
     dropout: float = 0.0
     init: str = "zeros"
@@ -65,6 +66,24 @@ class LoraRule:
         check_float("alpha", 1.0 if self.alpha is None else self.alpha, 0, ends="(]")
         check_float("dropout", self.dropout, 0, 1, "[)")
 
+    @classmethod
+    def from_qwix(cls, rules: Any) -> list[LoraRule]:
+        """Read rules of qwix for adapters, as Tunix and MaxText have them; `jchop.Rule.from_qwix` reads their formats.
+
+        Args:
+            rules: a `LoraRule` of qwix, a dict with the same fields, several of them, or a dict around them.
+
+        Raises:
+            TypeError: for what is no rule.
+            ValueError: for a field that rules of jchop have no equal for. The message names what comes nearest.
+
+        Example:
+            >>> import jchop as jc
+            >>> jc.nn.LoraRule.from_qwix({"module_path": ".*mlp.*", "rank": 8, "alpha": 16.0, "weight_qtype": "nf4"})
+            [LoraRule(path='*mlp*', rank=8, alpha=16.0, dropout=0.0, init='zeros')]
+        """
+        return [cls(**fields) for fields in fields_of_qwix(rules, adapters=True)]
+
     @property
     def factor(self) -> float:
         """Alpha / rank."""
@@ -74,12 +93,30 @@ class LoraRule:
 # -- adapters of any model ---------------------------------------------------------------------------------------------
 
 
-def as_lora_rules(rules: LoraRule | Iterable[LoraRule]) -> tuple[LoraRule, ...]:
-    """One or several rules, checked."""
-    lora_rules = (rules,) if isinstance(rules, LoraRule) else tuple(rules)
+#: A rule, several, or a mapping of patterns of paths, each to a rule or the fields of one.
+LoraRuleLike = LoraRule | Iterable[LoraRule] | Mapping[str, Any]
+
+
+def as_lora_rules(rules: LoraRuleLike) -> tuple[LoraRule, ...]:
+    """Rules in any form, checked."""
+    items: Any = rules
+    if isinstance(items, Mapping):
+        items = [_lora_rule_of_entry(pattern, value) for pattern, value in items.items()]
+    lora_rules = tuple(items) if isinstance(items, Iterable) else (items,)
     if not lora_rules or not all(isinstance(rule, LoraRule) for rule in lora_rules):
-        raise TypeError(f"rules={rules!r} must be a LoraRule, or several")
+        raise TypeError(
+            f"rules={short_repr(rules)} must be a jchop.nn.LoraRule, several, or {{'*': {{'rank': 8}}}}; "
+            "jc.nn.LoraRule.from_qwix(rules) reads those of qwix"
+        )
     return lora_rules
+
+
+def _lora_rule_of_entry(pattern: str, value: Any) -> Any:
+    """The rule of an entry of a mapping; see `as_lora_rules`."""
+    if not isinstance(value, LoraRule):
+        return LoraRule(pattern, **value) if isinstance(value, Mapping) else value
+    check(value.path in ("*", pattern), f"rules[{pattern!r}]={value!r} has another path; leave one of them out")
+    return replace(value, path=pattern)
 
 
 def check_lora_rules_match(rules: Sequence[LoraRule], used: Collection[int], paths: Sequence[str]) -> None:
@@ -288,7 +325,7 @@ def _peft_rules(config: dict[str, Any], adapters: Mapping[str, tuple[Array, Arra
         check(alpha is not None, f"alpha of {short_text(name)} is null, and must be a number")
         if config.get("use_rslora"):
             alpha = alpha * math.sqrt(rank)
-        rules[name] = LoraRule(name or "*", rank, alpha, config.get("lora_dropout") or 0.0)
+        rules[name] = LoraRule(name or "*", rank=rank, alpha=alpha, dropout=config.get("lora_dropout") or 0.0)
     return rules
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import copyreg
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import CodeType
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 from flax import nnx
@@ -23,11 +23,27 @@ from jchop._quantized.quantize_fn import QuantizedFunction
 #: Example arguments of the model's call, positional or by their names; or of several methods, by the names of these.
 ExampleInputs = tuple[Any, ...] | Mapping[str, Any]
 
+#: A function of a model and of a batch, which runs a method.
+ModelCall = Callable[..., Any]
+
 #: The advice of an error for a program that has to be traced.
 INPUTS_ADVICE = (
-    "pass example arguments of the model's call, inputs=(x,) or inputs={'x': x}, or of other methods, "
-    "inputs={'decode': (x,)}; jax.ShapeDtypeStruct will do"
+    "inputs=None: pass inputs=(x,), example arguments of the model's call, or inputs={'decode': (x,)}, of a method"
 )
+
+
+class RoundingData(NamedTuple):
+    """Data to round parameters with.
+
+    Args:
+        function: the function that runs on the data.
+        batches: its arguments after the parameters.
+        steps: as of `jchop.QuantizedFunction.pack`.
+    """
+
+    function: QuantizedFunction
+    batches: Iterable[tuple[Any, ...]]
+    steps: Any
 
 
 def round_methods(
@@ -36,8 +52,9 @@ def round_methods(
     mode: str,
     old_scales: Scales,
     key: jax.Array | None,
-) -> tuple[Any, Scales]:
-    """The parameters of methods under rules, packed unless ``mode="qat"``, and the scales that the rules keep.
+    data: RoundingData | None = None,
+) -> tuple[Any, Scales, Any]:
+    """The parameters of methods under rules, packed unless ``mode="qat"``, the scales that the rules keep, a report.
 
     Args:
         params: the parameters.
@@ -45,20 +62,26 @@ def round_methods(
         mode: as of `jchop.nn.quantize`.
         old_scales: scales that are known already.
         key: for parameters that are packed with a stochastic rounding.
+        data: rounds parameters, first. Default None.
 
     Raises:
         ValueError: as `jchop.quantize_fn`; so errors of rules come here, not in the first call.
     """
+    report = None
+    if data is not None:
+        params, report = data.function.pack(params, batches=data.batches, steps=data.steps, key=key, return_report=True)
+    if not calls:
+        return params, old_scales, report
     scales = Scales({}, {})
     for function, args in calls:
         scales = merge_scales(function.start(params, *args, from_data=False), scales)
     check_weight_rules([function.resolved(params, *args) for function, args in calls])
     scales = merge_scales(scales, old_scales)
     if mode == "qat":
-        return params, scales
+        return params, scales, report
     for function, args in calls:  # packed for the first method that rounds it
         params = function.pack_more(params, *args, scales=scales, key=key)
-    return params, scales_after_packing(scales)
+    return params, scales_after_packing(scales), report
 
 
 LayerMode = Literal["qat", "ptq", "weight_only", "emulate"]
@@ -163,12 +186,14 @@ def is_method(value: Any) -> bool:
     return inspect.isfunction(value) or (is_wrapper and not isinstance(value, staticmethod | classmethod))
 
 
-def method_of(cls: type, name: str) -> Callable[..., Any]:
-    """A method of a class by its name.
+def method_of(cls: type, name: str | ModelCall) -> Callable[..., Any]:
+    """A method of a class by its name; a function of the model itself.
 
     Raises:
         ValueError: if there is none.
     """
+    if not isinstance(name, str):
+        return name
     method = inspect.getattr_static(cls, name, None)
     if not is_method(method):
         raise ValueError(f"inputs: {cls.__name__} has no method {name!r}")
@@ -263,19 +288,23 @@ def _method_code_objects(method: Any) -> Iterator[tuple[CodeType, str]]:
         method = getattr(method, "__wrapped__", None)
 
 
-def method_inputs(inputs: ExampleInputs, cls: type) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Positional arguments and those by name, by the name of the method.
+def method_inputs(
+    inputs: ExampleInputs | None, cls: type, call: ModelCall | None = None
+) -> dict[str | ModelCall, tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Positional arguments and those by name, by the name of the method, or by the `call` that they are for.
 
     Raises:
         TypeError: for arguments that are neither a tuple nor a dict.
         ValueError: for a name that is neither that of a method nor of an argument of the call.
     """
+    if inputs is None:
+        return {}
     names = inputs if isinstance(inputs, Mapping) else {}
-    if not any(is_method(inspect.getattr_static(cls, name, None)) for name in names):
-        inputs = {"__call__": inputs}
-    assert isinstance(inputs, Mapping)
+    by_method: Mapping[Any, Any] = names
+    if call is not None or not any(is_method(inspect.getattr_static(cls, name, None)) for name in names):
+        by_method = {"__call__" if call is None else call: inputs}
     arguments = {}
-    for name, call_inputs in inputs.items():
+    for name, call_inputs in by_method.items():
         method = method_of(cls, name)
         if not isinstance(call_inputs, tuple | list | Mapping):
             raise TypeError(
@@ -289,5 +318,6 @@ def method_inputs(inputs: ExampleInputs, cls: type) -> dict[str, tuple[tuple[Any
             missing_text = (
                 f"{cls.__name__} has no method {next(iter(names))!r}, and " if call_inputs is names and names else ""
             )
-            raise ValueError(f"inputs: {missing_text}{cls.__name__}.{name} takes other arguments: {error}") from None
+            method_text = f"{cls.__name__}.{name}" if call is None else "call"
+            raise ValueError(f"inputs: {missing_text}{method_text} takes other arguments: {error}") from None
     return arguments

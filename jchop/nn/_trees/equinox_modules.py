@@ -14,7 +14,7 @@ from flax import nnx
 from jchop._common.checks import check, check_instance
 from jchop._quantized.products.rule import Rule
 from jchop._quantized.products.scale_from import LSQ
-from jchop._quantized.program.call import is_param_leaf
+from jchop._quantized.program.call import is_param_leaf, map_batches
 from jchop._quantized.program.report import ProgramReport
 from jchop._quantized.program.scale_slots import Scales
 from jchop._quantized.quantize_fn import QuantizedFunction, check_rule_fields
@@ -23,7 +23,9 @@ from jchop.nn._shared.program_classes import (
     INPUTS_ADVICE,
     ExampleInputs,
     LayerMode,
+    ModelCall,
     ProgramPart,
+    RoundingData,
     check_layer_modes,
     class_body,
     method_inputs,
@@ -50,12 +52,21 @@ def check_flax_or_equinox(name: str, model: Any, more: str = "") -> None:
 
 
 def quantize_equinox_module(
-    model: Any, rules: Sequence[Rule], mode: LayerMode, inputs: ExampleInputs | None, key: Array | None
-) -> Any:
-    """A module of a class whose methods run under rules; its parameters are packed unless ``mode="qat"``.
+    model: Any,
+    rules: Sequence[Rule],
+    mode: LayerMode,
+    inputs: ExampleInputs | None,
+    key: Array | None,
+    call: ModelCall | None = None,
+    batches: Iterable[Any] | None = None,
+    steps: Any = None,
+) -> tuple[Any, Any]:
+    """A module of a class whose methods run under rules, and the report of rounding with `batches`, or None.
+
+    Its parameters are packed unless ``mode="qat"``.
 
     Raises:
-        ValueError: as `jchop.quantize_fn`; for packing without `inputs`.
+        ValueError: as `jchop.quantize_fn`; for packing without `inputs` and `batches`.
         NotImplementedError: for scales that follow the data of calls.
     """
     check_layer_modes(rules, mode, program=True)
@@ -71,15 +82,18 @@ def quantize_equinox_module(
     has_codes = any(is_param_leaf(leaf) for leaf in jax.tree.leaves(model, is_leaf=is_param_leaf))
     check(not has_codes, "model is packed already; quantize the module that it was made from")
     scales = equinox_scales(model) if equinox_rules(model) == tuple(rules) else Scales({}, {})
-    if inputs is None and (mode != "qat" or any(rule.scale_from is not None for rule in rules)):
-        raise ValueError(
-            f"inputs=None, but a program that is packed, or keeps scales, has to be traced: {INPUTS_ADVICE}"
-        )
-    plain = plain_module(model)
-    if inputs is not None:
-        calls = list(equinox_method_functions(model, rules, inputs).values())
-        plain, scales = round_methods(plain, calls, mode, scales, key)
-    return module_under_rules(plain, rules, scales)
+    keeps = any(rule.scale_from is not None for rule in rules)
+    if inputs is None and batches is None and (mode != "qat" or keeps):
+        raise ValueError(f"{INPUTS_ADVICE}; a program that is packed, or keeps scales, has to be traced")
+    plain, report = plain_module(model), None
+    if inputs is not None or batches is not None:
+        data = None
+        if batches is not None:
+            function = _equinox_method_function("__call__" if call is None else call, ProgramPart(tuple(rules)))
+            data = RoundingData(function, map_batches(batches, lambda args: (args, {})), steps)
+        calls = list(equinox_method_functions(model, rules, inputs, call).values())
+        plain, scales, report = round_methods(plain, calls, mode, scales, key, data)
+    return module_under_rules(plain, rules, scales), report
 
 
 def report_equinox_module(
@@ -92,8 +106,8 @@ def report_equinox_module(
     """
     if inputs is None:
         raise ValueError(
-            "inputs=None, but the report of a module of Equinox is that of its program: pass example arguments of the "
-            "model's call, inputs=(x,)"
+            "inputs=None: pass inputs=(x,), example arguments of the model's call; the report of a module of Equinox "
+            "is that of its program"
         )
     plain = plain_module(model)
     return {
@@ -103,23 +117,22 @@ def report_equinox_module(
 
 
 def calibrate_equinox_module(
-    model: Any, batches: Iterable[Any], method: str, combine: str, run: Any, progress: Any
+    model: Any, batches: Iterable[Any], method: str, combine: str, call: Any, progress: Any
 ) -> Any:
     """A module with fixed scales of activations, found by running it on data; as `jchop.nn.calibrate`."""
     rules = equinox_rules(model)
     check(rules, "model is not quantized; jchop.nn.quantize makes a module that can be calibrated")
-    function = QuantizedFunction((lambda plain, batch: plain(batch)) if run is None else run, rules)
+    function = QuantizedFunction((lambda plain, *args: plain(*args)) if call is None else call, rules)
     plain, scales = plain_module(model), equinox_scales(model)
-    calls = ((batch,) for batch in batches)
-    scales = function.calibrate(plain, calls, method=method, combine=combine, scales=scales, progress=progress)
+    scales = function.calibrate(plain, batches, method=method, combine=combine, scales=scales, progress=progress)
     return module_under_rules(plain, rules, scales)
 
 
 def equinox_method_functions(
-    model: Any, rules: Sequence[Rule], inputs: ExampleInputs
-) -> dict[str, tuple[QuantizedFunction, tuple[Any, ...]]]:
-    """The methods that have example arguments, as functions of a plain module, arguments and keywords, with these."""
-    arguments = method_inputs(inputs, type(plain_module(model)))
+    model: Any, rules: Sequence[Rule], inputs: ExampleInputs | None, call: ModelCall | None = None
+) -> dict[Any, tuple[QuantizedFunction, tuple[Any, ...]]]:
+    """The methods that have example arguments, or `call`, as functions of a plain module, arguments and keywords."""
+    arguments = method_inputs(inputs, type(plain_module(model)), call)
     return {
         name: (_equinox_method_function(name, ProgramPart(tuple(rules))), call_arguments)
         for name, call_arguments in arguments.items()
@@ -222,8 +235,11 @@ def _without_scales(model: Any) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _equinox_method_function(name: str, part: ProgramPart) -> QuantizedFunction:
-    def call(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return getattr(plain_module(part.take_out(model)), name)(*args, **kwargs)
+def _equinox_method_function(name: str | ModelCall, part: ProgramPart) -> QuantizedFunction:
+    """A method, by its name, or a function of the module, as a function of the module, arguments and keywords."""
 
-    return QuantizedFunction(call, part.rules, whole=not part.path)
+    def run(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        plain = plain_module(part.take_out(model))
+        return getattr(plain, name)(*args, **kwargs) if isinstance(name, str) else name(plain, *args, **kwargs)
+
+    return QuantizedFunction(run, part.rules, whole=not part.path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ import numpy as np
 
 from jchop._common.checks import check, check_instance
 from jchop._common.text import table_lines
-from jchop._quantized.program.call import Keys, batch_arguments, enumerate_batches
+from jchop._quantized.program.call import Keys, batch_arguments, check_batches, enumerate_batches
 from jchop._quantized.program.runner import QuantizedRunner
 from jchop._quantized.quantize_fn import QuantizedFunction
 from jchop.ptq._data.collect import (
@@ -33,39 +33,6 @@ from jchop.ptq._data.sites import Stage, WeightSite, WeightSites, find_sites
 Array = jax.Array
 
 _BYTE_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-
-
-def check_batches(batches: Any, repeated: bool) -> None:
-    """Refuse what are no batches, and an iterator if the batches are `repeated`, that is, run through more than once.
-
-    Raises:
-        TypeError: that names the argument.
-    """
-    if not isinstance(batches, Iterable) or isinstance(batches, Mapping | str):
-        raise TypeError(f"batches={batches!r} must be an iterable of arguments, such as [(x,), (x,)]")
-    if repeated and iter(batches) is iter(batches):
-        raise TypeError(
-            f"batches={batches!r} can be run through once, and these steps need them more often (rounding layer after "
-            "layer: for each layer; resume: for each start); pass a list, or an object whose __iter__ starts anew"
-        )
-
-
-def map_batches(batches: Any, map_arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Iterable[Any]:
-    """Batches with other arguments; they can be run through as often as the given ones."""
-    check_batches(batches, repeated=False)
-    batches_anew = _MappedBatches(batches, map_arguments)
-    return iter(batches_anew) if iter(batches) is iter(batches) else batches_anew
-
-
-@dataclass(frozen=True)
-class _MappedBatches:
-    """Batches with other arguments, as often as it is asked for them."""
-
-    batches: Any
-    map_arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]]
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self.map_arguments(batch_arguments(batch)) for batch in self.batches)
 
 
 def memory_bytes(memory: Any) -> int | None:

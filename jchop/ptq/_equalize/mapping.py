@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
@@ -17,7 +18,7 @@ from jchop._common.settings import always_jit
 from jchop._quantized.products.operand_layout import HadamardBlocks
 from jchop._quantized.program.call import is_packed_param, unpack_param
 from jchop._quantized.program.provenance import MatrixLayout
-from jchop._quantized.program.weight_layout import WeightLayout
+from jchop._quantized.program.weight_layout import WeightLayout, multiply_in_own_dtype
 from jchop.ptq._data.collect import InputSums, add_sums
 from jchop.ptq._data.passes import BatchData, LazySums, mean_statistics
 from jchop.ptq._data.sites import WeightSite, rounded_sites
@@ -188,12 +189,15 @@ class MappingRecord:
         before: signal-to-noise ratio of the product of a weight before it was changed, each element rounded to nearest:
             the mean squares of the outputs and of their errors.
         passes: how often the data were run.
+        online: factors of the inputs of weights that no parameter has taken, by the index of the weight, as
+            `StoredAs.input_factors`.
     """
 
     methods: dict[int, list[str]] = field(default_factory=dict)
     notes: dict[tuple[int, tuple[int, ...]], list[str]] = field(default_factory=dict)
     before: dict[tuple[int, tuple[int, ...]], tuple[float, float]] = field(default_factory=dict)
     passes: int = 0
+    online: dict[int, Array] = field(default_factory=dict)
 
     def note(self, leaf: int, turn: tuple[int, ...]) -> str:
         """The notes on a weight, or on a layer of a stack."""
@@ -222,6 +226,9 @@ def map_parameters(data: BatchData, steps: Sequence[MappingStep], memory: int | 
         for leaf in [leaf for leaf in weight_sites if program.placements[leaf][0].rotation is not None]:
             del weight_sites[leaf]
             record.add(leaf, f"not by {step.name}: its inputs are rotated when the function runs")
+        for leaf in record.online.keys() & weight_sites.keys():
+            del weight_sites[leaf]
+            record.add(leaf, f"not by {step.name}: its inputs have factors when the function runs")
         for leaf, site in weight_sites.items():
             if site.groups > 1:
                 record.add(leaf, f"not by {step.name}: a convolution of feature_group_count={site.groups}")
@@ -266,9 +273,11 @@ class _MappingJob:
             previous.add(leaf)
             try:
                 fold = self._fold(place)
-            except FoldError as reason:
-                what = "rotation" if isinstance(self.step, Rotate) else "factors"
-                self.record.add(leaf, f"no {what} by {self.step.name}: {reason}")
+            except FoldError as error:
+                reason = self._multiply_online(place) if self.step.online else str(error)
+                if reason:
+                    what = "rotation" if isinstance(self.step, Rotate) else "factors"
+                    self.record.add(leaf, f"no {what} by {self.step.name}: {reason}")
                 continue
             members = self._members(fold)
             previous |= set(members)
@@ -356,15 +365,57 @@ class _MappingJob:
         else:
             sums = self.lazy_sums.sums_of([*places], self.step)
             members = [self._member(fold, product_place, sums[leaf]) for leaf, product_place in places.items()]
-            if isinstance(self.step, Smooth):
-                factors = smooth_factors(self.step, members, count)
-            else:
-                assert isinstance(self.step, Awq)
-                factors, choices = awq_factors(self.step, members, count, self._units(place, members, count))
+            factors, choices = self._factors(members, count, lambda: self._units(place, members, count))
             transform = partial(multiply_by_factors, factors=factors)
         self._report(fold, places, text, choices)
         for leaf, label in _labels_by_leaf(fold).items():
             self._change(leaf, partial(transform, label=label))
+
+    def _factors(
+        self, members: Sequence[ChannelWeight], count: int, units: Callable[[], int]
+    ) -> tuple[np.ndarray, list[str]]:
+        """The factor of each channel, and what was chosen in each unit."""
+        if isinstance(self.step, Smooth):
+            return smooth_factors(self.step, members, count), []
+        assert isinstance(self.step, Awq)
+        return awq_factors(self.step, members, count, units())
+
+    def _multiply_online(self, place: ProductPlace) -> str:
+        """Choose factors of the inputs of a weight alone, by which they are multiplied when the function runs.
+
+        Returns:
+            Why its products cannot do that; empty if they can.
+        """
+        site, leaf, stack = place.site, place.site.leaf, self.program.shapes[place.site.leaf][: place.site.stack]
+        fit, name = self.program.adaptable.get(leaf), self.step.name
+        batch, size, kept = site.layout.matrices
+        matrices: Any = np.broadcast_to(np.arange(size)[None, :, None], (batch, size, kept))
+        channels: Any = site.layout.back(
+            matrices
+        )  # those of each element of the weight, then without the axes of outputs
+        for axis in range(channels.ndim):
+            if (channels == (first := channels.take([0], axis))).all():
+                channels = first
+        if isinstance(fit, str):
+            return fit
+        if channels.size != size:
+            return "it has an axis that its product sums over in part"
+        if sum(place.turns) != site.stack:
+            return "its product takes one of several layers by an index"
+        turns, sums = math.prod(stack), self.lazy_sums.sums_of([leaf], self.step)[leaf]
+        placement = placement_to_nearest(self.program.placements[leaf][0])
+        numbers = np.arange(turns * size)
+        member = ChannelWeight(self._value(leaf), site.stack, site.stack, placement, site.layout, sums, numbers)
+        factors, choices = self._factors([member], turns * size, lambda: turns)
+        self._record_errors(leaf)
+        inverse = (1 / factors).reshape(*stack, size)[..., channels]
+        with enable_x64_for(member.weight.dtype):
+            self.record.online[leaf] = jnp.asarray(inverse, jnp.promote_types(member.weight.dtype, jnp.float32))
+        self.record.methods.setdefault(leaf, []).append(name)
+        self.record.add(leaf, f"{name} when the function runs: its inputs are multiplied by {size} factors")
+        for turn, choice in zip(np.ndindex(*stack if len(choices) > 1 else ()), choices, strict=False):
+            self.record.add(leaf, choice, turn)
+        return ""
 
     def _report(self, fold: Fold, places: dict[int, ProductPlace], text: str, choices: Sequence[str]) -> None:
         """Report for each weight the step, the parameters it was folded into, and the choice for each turn or all."""
@@ -442,6 +493,33 @@ class _MappingJob:
             what = f"params: {self.program.paths[leaf]!r} of dtype {before.dtype}"
             raise ValueError(f"{what} overflows under the factors of {self.step}")
         self.new_values[leaf] = after
+
+
+@dataclass(frozen=True, eq=False)
+class InputFactors:
+    """The factors by which the inputs of a weight without a stack are multiplied when the function runs.
+
+    It has the methods of `provenance.WeightRotation`.
+
+    Args:
+        factors: as `StoredAs.input_factors`.
+        layout: the weight as matrices, of which there is one.
+    """
+
+    factors: Array
+    layout: MatrixLayout
+
+    def parameter(self, x: Array) -> Array:
+        """The weight divided by them."""
+        return multiply_in_own_dtype(x, 1 / self.factors)
+
+    def inputs(self, x: Array) -> Array:
+        """Inputs, whose last axis is the sum, multiplied by them."""
+        return x * self.layout.lay(jnp.broadcast_to(self.factors, self.layout.shape))[:, :, 0].astype(x.dtype)
+
+    def gram(self, x: Array) -> Array:
+        """Means of x y^T of inputs, (1, summed, summed), as those of multiplied ones."""
+        return self.inputs(self.inputs(x).swapaxes(1, 2)).swapaxes(1, 2)
 
 
 def multiply_by_factors(parameter: Any, label: FactorLabel, factors: np.ndarray) -> Any:

@@ -31,6 +31,9 @@ from jchop.storage._codes import pack_entries, repeat_over_groups, unpack_entrie
 
 Array = jax.Array
 
+#: The part of the error of a group that a clipped range must save before a sweep.
+_LEAST_GAIN = 0.3
+
 _ROUND_PRECISION = lax.Precision.HIGHEST
 
 
@@ -303,17 +306,22 @@ def gptq_sweep(
 # -- the steps of one parameter ---------------------------------------------------------------------------------------
 
 
-def clip_groups(step: Clip, target: Array, gram: Array, *, placement: WeightLayout, layout: MatrixLayout) -> Array:
+def clip_groups(
+    step: Clip, target: Array, gram: Array, worth: Array | None, *, placement: WeightLayout, layout: MatrixLayout
+) -> Array:
     """A parameter whose groups are clipped so that the errors of its product are least.
 
     Each group is rounded by itself: its share of the error is that of its own inputs, tr(E^T H E) for the errors E of
-    the group and the rows and columns of H that it has. Numbers beyond the ends of the clipped group keep their values,
-    and are rounded to the ends of its scale.
+    the group and the rows and columns of H that it has. Before a sweep, which takes the error of a column off the
+    others, it is what remains of each error; and since numbers then move, a share must save `_LEAST_GAIN` of it, or the
+    group keeps its range. Numbers beyond the ends of the clipped group keep their values, and are rounded to the ends
+    of its scale.
 
     Args:
         step: the step.
         target: the parameter.
         gram: the mean H of x x^T over the inputs, (batch, summed, summed).
+        worth: of the columns in the sweep after it, `column_worth` of each matrix, (batch, summed); None without one.
         placement: its rounding.
         layout: it as matrices.
     """
@@ -322,6 +330,9 @@ def clip_groups(step: Clip, target: Array, gram: Array, *, placement: WeightLayo
     count = 1 if fmt is None else math.prod(fmt.scale_shape(placement.shape))
     matrices = layout.lay(target).astype(gram.dtype)
     group_products = _inner_products(placement, layout, gram)
+    if worth is not None:
+        remaining = (worth * worth)[:, :, None]
+        group_products = lambda error: error * remaining  # noqa: E731
     groups = numbers.reshape(-1)
     low, high = (bound(matrices.reshape(-1), groups, count) for bound in (jax.ops.segment_min, jax.ops.segment_max))
 
@@ -335,6 +346,8 @@ def clip_groups(step: Clip, target: Array, gram: Array, *, placement: WeightLayo
         _, values = round_under_scales(packed_weight, target, layout)
         error = matrices - layout.lay(values).astype(matrices.dtype)
         losses = jax.ops.segment_sum((error * group_products(error)).reshape(-1), groups, count)
+        if worth is not None:
+            losses = jnp.where(iteration == 0, losses * (1 - _LEAST_GAIN), losses)
         is_better = losses < least_loss
         return jnp.where(is_better, share, best_share), jnp.minimum(losses, least_loss)
 
@@ -535,18 +548,23 @@ def round_parameter(
         )
         no_factor = ~jnp.isfinite(new_matrices).all((1, 2))
         target = layout.back(new_matrices).astype(weight.dtype)
+    order_and_factor, worth = None, None
+    if isinstance(steps.sweep, Sweep):
+        order_and_factor = _each_matrix(partial(_order_and_factor, steps.sweep, pruning), gram)
+        worth = _each_matrix(column_worth, *order_and_factor)
     target_matrices, mask = layout.lay(target).astype(dtype), None
     if pruning is not None and pruning.by != "loss":
         mask = _each_matrix(partial(_pruning_mask, pruning), target_matrices, gram)
         target = jnp.where(layout.back(mask), target, 0)
-    if steps.scales is None:
+    if steps.scales is None or placement.spec.scaled is None:
         packed_weight = placement.pack(target, key)
     elif isinstance(steps.scales, HalfQuadratic):
         packed_weight = placement.pack(
             target, key, *fit_half_quadratic(target.reshape(placement.shape), placement.spec, **vars(steps.scales))
         )
     else:
-        packed_weight = placement.pack(clip_groups(steps.scales, target, gram, placement=placement, layout=layout), key)
+        clipped = clip_groups(steps.scales, target, gram, worth, placement=placement, layout=layout)
+        packed_weight = placement.pack(clipped, key)
         if steps.sweep is None:
             packed_weight = with_entries(packed_weight, round_under_scales(packed_weight, target, layout, key)[0])
     zeros = jnp.zeros(layout.matrices[0], dtype)
@@ -557,9 +575,12 @@ def round_parameter(
         choose = partial(_choose_codes, steps.sweep, pruning, scales, elementwise_spec(q.spec), weight.dtype, key)
         by_element = tuple(layout.lay(part) for part in scales.by_element)
         numbers = jnp.arange(layout.matrices[0])
-        entries, damping, tries, fails = _each_matrix(choose, numbers, target_matrices, gram, by_element, mask)
+        entries = _each_matrix(choose, numbers, target_matrices, gram, by_element, mask, order_and_factor)
         packed_weight = with_entries(packed_weight, layout.back(entries).reshape(q.shape))
-        no_factor |= fails
+    if order_and_factor is not None:
+        _, factor = order_and_factor
+        damping, tries = factor.damping, factor.tries
+        no_factor |= ~jnp.isfinite(factor.upper).all((1, 2))
     packed_weight = _in_sparse_format(packed_weight, final_placement)
     values = unpack_param(packed_weight)
     differences = [layout.lay(v).astype(dtype) for v in (weight, weight - unpack_param(nearest), weight - values)]
@@ -612,29 +633,48 @@ def _choose_codes(
     gram: Array,
     by_element: tuple[Array, ...],
     mask: Array | None,
-) -> tuple[Array, Array, Array, Array]:
-    """The codes of a matrix (summed, kept), the damping, the number of factorizations, and whether they failed.
+    order_and_factor: tuple[Array, InverseFactor] | None,
+) -> Array:
+    """The codes of a matrix (summed, kept), those of `dtype` under scales by element.
 
-    `mask` has the numbers that are not pruned; None for all. The codes are those of `dtype` under scales by element.
+    `mask` has the numbers that are not pruned; None for all.
     """
     if isinstance(step, SignDescent):
         kept = matrix if mask is None else jnp.where(mask, matrix, 0)
         below, above = neighbours(kept, by_element, scales, spec, dtype)
         takes_above, _ = sign_descent(matrix, gram, below[1], above[1], **vars(step))
-        return jnp.where(takes_above, above[0], below[0]), jnp.zeros((), gram.dtype), jnp.int32(0), jnp.bool_(False)
-    sparsity = None if pruning is None or mask is not None else (pruning.n, pruning.m)
-    order = column_order(gram, step.order == "activation", 1 if sparsity is None else sparsity[1])
-    factorization = inverse_factor(gram[order][:, order], jnp.asarray(step.damping, gram.dtype))
-    # A column without an input is the first to be pruned, and by magnitudes alone if its whole group has none.
-    worth = None if sparsity is None else jnp.where(factorization.dead, 0, 1 / jnp.diagonal(factorization.upper))
+        return jnp.where(takes_above, above[0], below[0])
+    assert order_and_factor is not None
+    order, factor = order_and_factor
+    sparsity = _sweep_sparsity(pruning) if mask is None else None
     matrix_key = None if key is None else jax.random.fold_in(key, index)
     codes, _ = gptq_sweep(
-        matrix[order], tuple(part[order] for part in by_element), scales.scale[1:], factorization.upper, matrix_key,
-        spec=spec, dtype=dtype, block=step.block, mask=None if mask is None else mask[order], worth=worth,
-        sparsity=sparsity,
+        matrix[order], tuple(part[order] for part in by_element), scales.scale[1:], factor.upper, matrix_key,
+        spec=spec, dtype=dtype, block=step.block, mask=None if mask is None else mask[order],
+        worth=None if sparsity is None else column_worth(order, factor)[order], sparsity=sparsity,
     )  # fmt: skip
-    entries = jnp.zeros_like(codes).at[order].set(codes)
-    return entries, factorization.damping, factorization.tries, ~jnp.isfinite(factorization.upper).all()
+    return jnp.zeros_like(codes).at[order].set(codes)
+
+
+def _sweep_sparsity(pruning: Sparse | None) -> tuple[int, int] | None:
+    """N and m of the pruning that a sweep does."""
+    return (pruning.n, pruning.m) if pruning is not None and pruning.by == "loss" else None
+
+
+def _order_and_factor(step: Sweep, pruning: Sparse | None, gram: Array) -> tuple[Array, InverseFactor]:
+    """The order of the columns in a sweep, and the factor of the inverse of H in that order."""
+    _, m = _sweep_sparsity(pruning) or (1, 1)
+    order = column_order(gram, step.order == "activation", m)
+    return order, inverse_factor(gram[order][:, order], jnp.asarray(step.damping, gram.dtype))
+
+
+def column_worth(order: Array, factor: InverseFactor) -> Array:
+    """What is left of an error of each column once those after it have taken it up: 1 / U_jj, 0 without an input.
+
+    So a column without an input is the first to be pruned, and by magnitudes alone if its whole group has none.
+    """
+    worth = jnp.where(factor.dead, 0, 1 / jnp.diagonal(factor.upper))
+    return jnp.zeros_like(worth).at[order].set(worth)
 
 
 def _pruning_mask(pruning: Sparse, matrix: Array, gram: Array) -> Array:

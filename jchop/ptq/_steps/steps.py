@@ -21,7 +21,7 @@ class CalibrationStep:
     positional: ClassVar[int] = 1
 
     def __str__(self) -> str:
-        values = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "whole_start"]
+        values = [(f.name, v) for f in fields(self) if (v := getattr(self, f.name)) is not f.default]
         texts = [f"{value:g}" if isinstance(value, float) else repr(value) for _, value in values]
         named = [text if i < self.positional else f"{values[i][0]}={text}" for i, text in enumerate(texts)]
         return f"{self.name}({', '.join(named)})"
@@ -31,6 +31,8 @@ class MappingStep(CalibrationStep):
     """A step that changes parameters before they are rounded, and leaves the function what it is."""
 
     field = "mappings"
+    #: Whether factors that no parameter can take are multiplied when the function runs.
+    online = False
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Smooth(MappingStep):
 
     name = "smooth"
     alpha: float
+    online: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Awq(MappingStep):
     name = "awq"
     points: int
     duo: bool
+    online: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,13 @@ class Rotate(MappingStep):
 
     name = "rotate"
     seed: int | None
+
+
+@dataclass(frozen=True)
+class InOrder(CalibrationStep):
+    """Weights rounded one after the other; `sequential` makes it."""
+
+    name, field = "sequential", "in_order"
 
 
 @dataclass(frozen=True)
@@ -95,7 +106,7 @@ class HalfQuadratic(CalibrationStep):
     norm: float
     weight: float
     growth: float
-    whole_start: bool
+    whole_start: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,6 +140,7 @@ class BiasCorrection(CalibrationStep):
 class CalibrationSteps:
     """What is done to each weight: at most one step of each kind, None for one that is not taken; mappings before."""
 
+    in_order: InOrder | None = None
     mappings: tuple[MappingStep, ...] = ()
     correction: Correction | None = None
     pruning: Sparse | None = None
@@ -141,7 +153,7 @@ class CalibrationSteps:
         """The steps that look at no inputs."""
         pruning = self.pruning if self.pruning is not None and self.pruning.by == "magnitude" else None
         scales = self.scales if isinstance(self.scales, HalfQuadratic) else None
-        return CalibrationSteps(self.mappings, None, pruning, scales, None, self.biases)
+        return CalibrationSteps(None, self.mappings, None, pruning, scales, None, self.biases)
 
     @property
     def names(self) -> str:
@@ -150,7 +162,7 @@ class CalibrationSteps:
         return ", ".join(step.name for step in steps if step is not None) or "nearest"
 
 
-def smooth(alpha: float = 0.5) -> Smooth:
+def smooth(alpha: float = 0.5, *, online: bool = False) -> Smooth:
     """SmoothQuant: large channels of the inputs of products are made smaller, and their weights larger.
 
     Channel j of the input of a weight is divided by s_j = max|x_j|^alpha / max|w_j|^(1 - alpha), and the weight is
@@ -161,9 +173,13 @@ def smooth(alpha: float = 0.5) -> Smooth:
 
     Args:
         alpha: how much of the difficulty goes from inputs to weights, from 0 to 1. Default 0.5.
+        online: whether an input whose factors cannot be folded is multiplied by them when the function runs: that of a
+            first layer, or after a norm without a scale. They are stored with the packed weight, which has its own,
+            and apply to products of matrices that take the whole weight, without an axis of a batch. Weights must not
+            be rounded one after the other (`sequential`, `correct_error`). Default False.
 
     Raises:
-        TypeError, ValueError: for another alpha.
+        TypeError, ValueError: for other arguments.
 
     Source: Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models",
     arXiv 2211.10438, 2022.
@@ -173,10 +189,10 @@ def smooth(alpha: float = 0.5) -> Smooth:
         >>> str(jc.ptq.smooth(0.8))
         'smooth(0.8)'
     """
-    return Smooth(check_float("alpha", alpha, 0, 1))
+    return Smooth(check_float("alpha", alpha, 0, 1), check_bool("online", online))
 
 
-def awq(points: int = 20, *, duo: bool = True) -> Awq:
+def awq(points: int = 20, *, duo: bool = True, online: bool = False) -> Awq:
     """AWQ: channels with large inputs get more of the levels of a weight, as much as makes the errors of outputs least.
 
     For r = 0, 1/n, ..., 1 - 1/n the factors s = mean|x|^r are tried, and factors of 1: the weight times s is rounded to
@@ -189,6 +205,7 @@ def awq(points: int = 20, *, duo: bool = True) -> Awq:
         points: n, at least 1. Default 20.
         duo: whether the factors are mean|x|^r / (mean|w|^(1 - r) + 1e-4), with each w in units of the largest of its
             group. Default True.
+        online: as of `smooth`. Default False.
 
     Raises:
         TypeError, ValueError: for other arguments.
@@ -201,7 +218,7 @@ def awq(points: int = 20, *, duo: bool = True) -> Awq:
         >>> str(jc.ptq.awq(duo=False))
         'awq(20, duo=False)'
     """
-    return Awq(check_int("points", points, 1), check_bool("duo", duo))
+    return Awq(check_int("points", points, 1), check_bool("duo", duo), check_bool("online", online))
 
 
 def rotate(seed: int | None = 0) -> Rotate:
@@ -230,8 +247,8 @@ def rotate(seed: int | None = 0) -> Rotate:
         >>> import jax.numpy as jnp, jchop as jc
         >>> params = {"a": jnp.eye(8), "b": jnp.ones((8, 2))}
         >>> rule = jc.Rule("b", weight="int8(group=all)", activation="int4(group=all)")
-        >>> two = lambda p, x: (x @ p["a"]) @ p["b"]
-        >>> packed, report = jc.ptq.quantize(two, rule, params, [jnp.ones((4, 8))], [jc.ptq.rotate()])
+        >>> two, data = jc.quantize_fn(lambda p, x: (x @ p["a"]) @ p["b"], rule), [jnp.ones((4, 8))]
+        >>> packed, report = two.pack(params, batches=data, steps=[jc.ptq.rotate()], return_report=True)
         >>> report.weights[0].note.partition(";")[0], float(jnp.abs(packed["a"]).max())
         ('rotate by Hadamard 8 folded into a', 0.3535533845424652)
     """
@@ -299,6 +316,21 @@ def sign_round(iterations: int = 200, *, rate: float = 0.5, momentum: float = 0.
     )
 
 
+def sequential() -> InOrder:
+    """Weights are rounded one after the other, by inputs of the model as it is rounded so far, activations too.
+
+    They are rounded in the order of the program. The data are run once for each stage: weights that share an input, and
+    each turn of a loop over a stack. Without it the inputs are those of the model in full precision, in one pass.
+
+    Example:
+        >>> import jchop as jc
+        >>> steps = [jc.ptq.sequential(), jc.ptq.gptq()]
+        >>> str(steps[0])
+        'sequential()'
+    """
+    return InOrder()
+
+
 def correct_error(strength: float = 0.5, *, damping: float = 0.01) -> Correction:
     """Before a weight is rounded, it is moved so that its product makes up for errors of the layers before it.
 
@@ -350,8 +382,8 @@ def sparse(n: int, m: int, *, by: Literal["loss", "inputs", "magnitude"] = "loss
     Example:
         >>> import jax, jchop as jc
         >>> x, w = (jax.random.normal(jax.random.key(i), (64, 8)) for i in (0, 1))
-        >>> dense, rule = lambda p, x: x @ p.T, jc.Rule(weight="int4(group=all)")
-        >>> packed, report = jc.ptq.quantize(dense, rule, w, [x], [jc.ptq.sparse(2, 4), jc.ptq.gptq()])
+        >>> dense, steps = jc.quantize_fn(lambda p, x: x @ p.T, "int4(group=all)"), [jc.ptq.sparse(2, 4), jc.ptq.gptq()]
+        >>> packed, report = dense.pack(w, batches=[x], steps=steps, return_report=True)
         >>> int((jc.dequantize(packed).reshape(64, 2, 4) != 0).sum(-1).max()), report.weights[0].method
         (2, 'sparse, gptq')
     """
@@ -365,7 +397,8 @@ def clip(points: int = 20, *, least: float = 0.5) -> Clip:
 
     A smaller scale serves most numbers of a group better, and the largest ones worse. The best share has the least
     error of the product on the data, tr(E^T H E) for the errors E of a group that is rounded to nearest by itself, with
-    its rows and columns of H. The rule of the format makes the scales, from clipped numbers; the numbers that are
+    its rows and columns of H. Before `gptq` it is what is left once later columns have taken the errors up, and a share
+    must save three tenths of it. The rule of the format makes the scales, from clipped numbers; the numbers that are
     rounded under them, by a step after this one or to nearest, are not clipped before. So any format may have it, and a
     format whose scales are powers of two changes only if a range passes one of them.
 
@@ -383,7 +416,7 @@ def clip(points: int = 20, *, least: float = 0.5) -> Clip:
         >>> import jax, jchop as jc
         >>> x, w = (jax.random.normal(jax.random.key(i), (64, 64)) for i in (0, 1))
         >>> dense, rule = lambda p, x: x @ p, jc.Rule(weight="int3(group=all)")
-        >>> _, report = jc.ptq.quantize(dense, rule, w, [x], [jc.ptq.clip()])
+        >>> _, report = jc.quantize_fn(dense, rule).pack(w, batches=[x], steps=[jc.ptq.clip()], return_report=True)
         >>> report.weights[0].method, report.weights[0].after > report.weights[0].before + 1
         ('clip', True)
     """
@@ -414,8 +447,8 @@ def hqq(
     Example:
         >>> import jax, jchop as jc
         >>> x, w = (jax.random.normal(jax.random.key(i), (64, 64)) for i in (0, 1))
-        >>> dense, rule = lambda p, x: x @ p, jc.Rule(weight="uint3(group=all,zero_point=float)")
-        >>> _, report = jc.ptq.quantize(dense, rule, w, [x], [jc.ptq.hqq(), jc.ptq.gptq()])
+        >>> dense = jc.quantize_fn(lambda p, x: x @ p, "uint3(group=all,zero_point=float)")
+        >>> _, report = dense.pack(w, batches=[x], steps=[jc.ptq.hqq(), jc.ptq.gptq()], return_report=True)
         >>> report.weights[0].method
         'hqq, gptq'
     """
@@ -427,8 +460,8 @@ def correct_biases() -> BiasCorrection:
     """After a weight is rounded, the mean error of its product goes into the bias that the program adds to it.
 
     The bias is the parameter that is added to the product, perhaps after transposes, reshapes and casts. If there is
-    none, or it has other uses, the report says so. Rounded one after the other (``sequential=True``), biases also take
-    off the mean errors of the layers before; else those of the weight's own rounding.
+    none, or it has other uses, the report says so. After `sequential`, biases also take off the mean errors of the
+    layers before; else those of the weight's own rounding.
 
     Source: Nagel et al., "Data-free quantization through weight equalization and bias correction", ICCV 2019,
     appendix D (empirical bias correction).
@@ -437,9 +470,9 @@ def correct_biases() -> BiasCorrection:
         >>> import jax.numpy as jnp, jchop as jc
         >>> dense = lambda p, x: x @ p["w"] + p["b"]
         >>> params, x = {"w": jnp.linspace(-1, 1, 16).reshape(8, 2), "b": jnp.zeros(2)}, jnp.ones((4, 8))
-        >>> rule = jc.Rule(weight="int2(group=all)")
-        >>> packed, report = jc.ptq.quantize(dense, rule, params, [x], [jc.ptq.correct_biases()])
-        >>> report.weights[0].bias, bool(jnp.allclose(jc.quantize_fn(dense, rule)(packed, x), dense(params, x)))
+        >>> low = jc.quantize_fn(dense, "int2(group=all)")
+        >>> packed, report = low.pack(params, batches=[x], steps=[jc.ptq.correct_biases()], return_report=True)
+        >>> report.weights[0].bias, bool(jnp.allclose(low(packed, x), dense(params, x)))
         ('b', True)
     """
     return BiasCorrection()
@@ -461,12 +494,12 @@ def as_steps(steps: Any) -> CalibrationSteps:
     order = [kinds.index(step.field) for step in values]
     if order != sorted(order) or len({step.field for step in others}) < len(others):
         raise ValueError(
-            f"steps=[{', '.join(map(str, values))}] may have smooth, awq and rotate, then one correct_error, then one "
-            "sparse, then one clip or hqq, then one gptq or sign_round, then correct_biases"
+            f"steps=[{', '.join(map(str, values))}] may have sequential, then smooth, awq and rotate, then one "
+            "correct_error, then one sparse, then one clip or hqq, then one gptq or sign_round, then correct_biases"
         )
     mappings = tuple(step for step in values if isinstance(step, MappingStep))
     by_field: dict[str, Any] = {step.field: step for step in others}
-    result = CalibrationSteps(mappings, **by_field)
+    result = CalibrationSteps(mappings=mappings, **by_field)
     if result.pruning is not None and result.pruning.by == "loss" and not isinstance(result.sweep, Sweep):
         raise ValueError(f"{result.pruning} prunes in the sweep of gptq: add it, or choose by='inputs' or 'magnitude'")
     return result
