@@ -80,7 +80,7 @@ def chop(x: Any, options: Any = None, /, **more: Any) -> Any:
             * ``params``: ``[t, emax]``, significand bits with the leading one, and the largest exponent; the smallest
               normal number is 2^(1 - emax).
             * ``subnormal``: 1 (default) for gradual underflow, 0 for none; 0 is the default of ``'b'``.
-            * ``round``: 1 to nearest, ties to even (default); 2 toward +inf; 3 toward -inf; 4 toward zero; 5 up or down
+            * ``round``: 1 to nearest, ties to even (default); 2 toward +inf; 3 toward -inf; 4 toward zero. 5 up or down
               at random, the nearer with the larger probability; 6 with equal probability.
             * ``explim``: 1 (default); 0 for the exponent range of the data type.
             * ``flip``: 1 flips with probability ``p`` (default 0.5) a random significand bit of each rounded number,

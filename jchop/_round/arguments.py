@@ -109,8 +109,8 @@ def _advice(name: str, dtype: Any) -> str:
 def as_operands(names: Sequence[str], values: Sequence[Any], *, complex_too: bool = False) -> list[Array | np.ndarray]:
     """Arrays of one dtype, which is a carrier, promoted as in `jax.numpy`.
 
-    Integers and booleans beside floats take the dtype of the floats. By themselves they become float64 if one has 64
-    bits, else float32. A Python number takes the dtype of the arrays beside it; without arrays it is float64. A NumPy
+    Integers and booleans beside floats get the dtype of the floats. By themselves they become float64 if one has 64
+    bits, else float32. A Python number gets the dtype of the arrays beside it; without arrays it is float64. A NumPy
     array beside a JAX array is converted as in `jax.numpy`: without ``jax_enable_x64``, 64 bits become 32.
 
     Raises:

@@ -65,9 +65,9 @@ def round_to_format(
 ) -> Any:
     """`x` rounded once, exactly, to the values of a number format.
 
-    Every element takes the neighbour that the spec's rounding mode names, decided by integer operations on its bits, so
-    the result is the same bits on every backend. Values of the format never move; NaN stays NaN. Under a scaled format
-    the groups of `x` choose their scales, and x is s times the element that x / s is rounded to, rounded once to the
+    Every element becomes the neighbour that the spec's rounding mode names. Integer operations on its bits decide, so
+    every backend returns the same bits. Values of the format never move; NaN stays NaN. Under a scaled format the
+    groups of `x` choose their scales. The result is s times the element that x / s is rounded to, rounded once to the
     dtype of `x`.
 
     Works under jit (with `spec` static), vmap, scan, remat, shard_map and export. Derivatives are straight-through
@@ -76,25 +76,26 @@ def round_to_format(
 
     Args:
         x: float16, bfloat16, float32, float64, complex64 or complex128 (by parts), any shape. A JAX array gives a JAX
-            array; a NumPy array, scalar, list, buffer or anything with ``__array__`` gives NumPy; a dask array gives a
-            dask array, of the bits that the whole would have. The dtype is kept, and float64 data is rounded from
-            float64 for every state of ``jax_enable_x64``.
-        spec: a `Spec`, a format (rounded to nearest, ties to even), or text such as ``"e5m2:stochastic:saturate"`` or
+            array. A NumPy array, scalar, list, buffer or anything with ``__array__`` gives NumPy. A dask array gives a
+            dask array, with the bits of the whole. The dtype is kept, and float64 data is rounded from float64 for
+            every state of ``jax_enable_x64``.
+        spec: a `Spec`, a format (rounded to nearest, ties to even), or a text like ``"e5m2:stochastic:saturate"`` or
             ``"int8(channel=0)"``.
         key: a typed key (`jax.random.key`), needed by the stochastic modes; the other modes do not look at it. The
             random bits of an element depend on the key and on its flat index alone.
-        offset: the position of `x` in a larger array, so that a part is rounded as in the whole: the flat (C order)
-            index of its first element if it is a contiguous chunk, an int or a traced integer; or ``(starts, shape)``:
-            one start for each axis and the shape of the whole. Default 0. It only selects the random bits: the groups
-            of a scaled format begin at the first element of `x`.
+        offset: the position of `x` in a larger array, so that a part is rounded as in the whole. For a contiguous chunk
+            it is the flat (C order) index of its first element, an int or a traced integer. Otherwise it is ``(starts,
+            shape)``: one start for each axis and the shape of the whole. Default 0. It only selects the random bits:
+            the groups of a scaled format begin at the first element of `x`.
         gradient_key: a typed key, needed if ``spec.gradient`` rounds the cotangent stochastically.
-        impl: ``"xla"`` for the portable body, ``"pallas"`` for the TPU's or GPU's kernel of a scaled format, with an
-            error if it cannot run, ``"auto"`` (default) for the faster one; the bits are the same.
+        impl: ``"auto"`` (default) for the faster program, ``"xla"`` for the portable body, ``"pallas"`` for the TPU's
+            or GPU's kernel of a scaled format, with an error if it cannot run. The bits are the same.
         generator: ``"counter"`` (default), or ``"hardware"`` for the TPU's own random bits, seeded with `key`: cheaper
             there, and not reproducible. They depend on tiling, chip and version, and there is no `offset` for them.
-        bits: the random integers R of a stochastic mode, in place of a key: integers of the shape of `x`, as from a
-            shift register of your own. The lowest N bits of each are used, with N the spec's `random_bits`; without it
-            32, or 64 for float64, and one less for variants B and C. ``"stochastic_equal"`` reads the highest of them.
+        bits: the random integers R of a stochastic mode, in place of a key. They are integers of the shape of `x`, for
+            example from a shift register of your own. The lowest N bits of each are used. N is the spec's
+            `random_bits`; without it 32, or 64 for float64, and one less for variants B and C. ``"stochastic_equal"``
+            reads the highest of them.
 
     Returns:
         An array of the shape and dtype of `x`.
@@ -102,9 +103,9 @@ def round_to_format(
     Raises:
         TypeError: for a dtype that is not a carrier (integers, booleans, float8 ...), a masked array, or a key that is
             not a typed key.
-        ValueError: for an unknown text, a stochastic spec without a key, one key given as both, a carrier that cannot
-            hold every result of the spec (float16 data to bfloat16, say; the message names a carrier that can), an
-            array without the axes that a scaled format names, or an `offset` that is no place for `x`, below 2^64.
+        ValueError: for an unknown text, a stochastic spec without a key, or one key given as both. For a carrier that
+            cannot hold every result of the spec, as float16 data to bfloat16: the message names a carrier that can. For
+            an array without the axes that a scaled format names. For an `offset` that is no place for `x`, below 2^64.
         NotImplementedError: when compiled, if ``impl="pallas"`` or ``generator="hardware"`` cannot run; it says why.
 
     Example:

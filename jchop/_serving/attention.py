@@ -46,14 +46,14 @@ def dot_product_attention(
     reverse mode does not, because the number of blocks depends on the lengths.
 
     Args:
-        query: queries, shape (batch, tokens, heads, head_dim). Heads are a multiple of those of the cache; a key and
+        query: queries, shape (batch, tokens, heads, head_dim). Heads are a multiple of the cache's heads. A key and
             value head serves as many query heads in a row (grouped-query attention).
         cache: a `KVCache`, in which the queries' own tokens are already.
         positions: of the queries in their sequences, shape (tokens,) or (batch, tokens); -1 for padding, whose result
             is 0. Default: the last tokens, which `KVCache.update` without positions has added.
         scale: factor of the scores. Default 1 / sqrt(head_dim).
         is_causal: whether a query attends to its own token and earlier ones alone. Default True.
-        window: number of tokens that a query attends to, itself included, if `is_causal`. Default: that of the cache.
+        window: number of tokens that a query attends to, itself included, if `is_causal`. Default: the cache's window.
         block_size: number of slots in a block; of a paged cache whole pages, at least one. Default 128.
         precision: as in `jax.lax.dot_general`.
 
@@ -63,8 +63,8 @@ def dot_product_attention(
 
     Raises:
         TypeError: for a cache of another class, or a dtype that is no carrier.
-        ValueError: for other shapes; for a window that is longer than that of a rolling cache; for more queries than a
-            rolling cache has slots.
+        ValueError: for other shapes; for a window that is longer than the window of a rolling cache; for more queries
+            than a rolling cache has slots.
 
     Example:
         >>> import jax, jax.numpy as jnp, jchop as jc

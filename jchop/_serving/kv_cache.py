@@ -38,12 +38,12 @@ NO_TOKEN = -1
 @partial(jax.tree_util.register_dataclass, data_fields=("words",), meta_fields=("spec", "size", "dtype"))
 @dataclass(frozen=True, eq=False)
 class KVRows:
-    """Keys or values in rows of slots: for each slot those of one token.
+    """Keys or values in rows of slots: each slot holds one token.
 
     Args:
         words: the leaves of a QArray, or the numbers, each in the shape (rows, slots, heads, ...). Floats of fewer than
-            32 bits are there as integers of the same bits, as XLA's CPU backend would convert all of them in every
-            write (`short_floats_converted_whole`).
+            32 bits are stored as integers of the same bits. XLA's CPU backend would convert all of them in every write
+            (`short_floats_converted_whole`).
         spec: the spec of the QArray; None for numbers.
         size: head_dim.
         dtype: of the numbers.
@@ -66,7 +66,7 @@ class KVRows:
         return replace(self, words=tuple(map(take, self.words)))
 
     def heads_first(self) -> KVRows:
-        """With the axis of heads before that of slots."""
+        """With the axis of heads before the axis of slots."""
         return self.part(lambda word: jnp.swapaxes(word, 1, 2))
 
     def write(self, new: Array, row: Array, slot: Array) -> KVRows:
@@ -95,7 +95,8 @@ def masked_numbers(rows: KVRows, positions: Array) -> Array:
 
     Args:
         rows: the keys or values.
-        positions: those of their tokens, in the shape of `rows` without head_dim; the axis of heads may have length 1.
+        positions: the positions of their tokens, in the shape of `rows` without head_dim; the axis of heads may have
+            length 1.
     """
     return jnp.where((positions != NO_TOKEN)[..., None], rows.numbers(), jnp.zeros((), rows.dtype))
 
@@ -144,18 +145,17 @@ def _kv_word_dtype(dtype: Any) -> np.dtype:
 class KVCache:
     """Keys and values of the tokens of several sequences, packed one token at a time: a pytree of plain arrays.
 
-    `KVCache.full` has a slot for each token, `KVCache.rolling` for the last ones alone, and `KVCache.paged` pages of
-    slots that sequences take from a common store as they grow. `update` returns a cache with more tokens, and rounds
-    these alone. `jchop.dot_product_attention` attends to the packed tokens; attention of your own takes `keys`,
-    `values` and `mask` as it takes arrays. Caches pass through jit, scan, vmap, donation and sharding, and a stack of
-    them for the layers of a model is a cache whose leaves have one axis more.
+    `KVCache.full` has a slot for each token, and `KVCache.rolling` for the last ones alone. `KVCache.paged` has pages
+    of slots that sequences draw from a common store as they grow. `update` returns a cache with more tokens, and rounds
+    these alone. `jchop.dot_product_attention` attends to the packed tokens. Attention of your own reads `keys`,
+    `values` and `mask` as arrays. Caches pass through jit, scan, vmap, donation and sharding. A stack of them for the
+    layers of a model is a cache whose leaves have one axis more.
 
     A token has a position in its sequence, 0 for the first. Each slot records the position of its token, so a slot that
-    was never written, or was written for another sequence, is never read. If a token finds no slot, because its
-    position is beyond the length of the cache or no page is free, it is an error if shapes and known values show it.
-    Within a compiled program it is not stored, and the sequence is marked in `overflowed`: its `values` and its
-    attention are NaN from then on, until `release`. `truncate` drops the last tokens of sequences, and `take` chooses
-    sequences.
+    was never written, or was written for another sequence, is never read. A token finds no slot if its position is
+    beyond the length of the cache or no page is free. This is an error if shapes and known values show it. Within a
+    compiled program it is not stored, and the sequence is marked in `overflowed`. Its `values` and its attention are
+    NaN from then on, until `release`. `truncate` drops the last tokens of sequences, and `take` chooses sequences.
 
     Args:
         key_slots: stored keys, in rows of slots; a row is a sequence, or a page.
@@ -195,8 +195,9 @@ class KVCache:
 
         Args:
             shape: (batch, length, kv_heads, head_dim); `length` is the number of tokens of a sequence at most.
-            keys: the spec of keys, such as ``"int8(group=all)"``, with one scale for each token and head, or
-                ``"int4(group=32)"``: a plain format, or one with groups along head_dim. Default None: not rounded.
+            keys: the spec of keys: a plain format, or one with groups along head_dim. Examples are
+                ``"int8(group=all)"``, with one scale for each token and head, and ``"int4(group=32)"``. Default None:
+                not rounded.
             values: likewise, of values.
             dtype: of the numbers: float32 (default), bfloat16, float16 or float64.
 
@@ -214,8 +215,8 @@ class KVCache:
 
         Args:
             shape: (batch, window, kv_heads, head_dim). A query attends to itself and the ``window - 1`` tokens before.
-            chunk: number of tokens that `update` takes at once so that each of them still finds its whole window; the
-                cache has ``window + chunk - 1`` slots for a sequence. Default 1: decoding token by token.
+            chunk: the most tokens for one `update`, so that each of them still finds its whole window. The cache has
+                ``window + chunk - 1`` slots for a sequence. Default 1: decoding token by token.
             keys: as in `full`; also `values` and `dtype`.
             values: see `keys`.
             dtype: see `keys`.
@@ -237,12 +238,12 @@ class KVCache:
         values: _KVSpec = None,
         dtype: Any = jnp.float32,
     ) -> KVCache:
-        """An empty cache whose sequences share pages of slots, so that short ones take little memory.
+        """An empty cache whose sequences share pages of slots, so that short ones need little memory.
 
         `update` gives a sequence the free page of the lowest number if a token needs one; `release` returns pages.
 
         Args:
-            shape: (batch, length, kv_heads, head_dim), as in `full`; it takes no memory.
+            shape: (batch, length, kv_heads, head_dim), as in `full`; it needs no memory.
             pages: number of pages, for all sequences together.
             page_size: number of tokens on a page.
             keys: as in `full`; also `values` and `dtype`.
@@ -301,7 +302,7 @@ class KVCache:
             positions: of the queries, shape (tokens,) or (batch, tokens); -1 for padding. Default: the last `tokens`.
             tokens: number of queries, if `positions` is not given. Default 1.
             is_causal: whether a query attends to its own token and earlier ones alone. Default True.
-            window: number of tokens that a query attends to, itself included. Default: that of the cache.
+            window: number of tokens that a query attends to, itself included. Default: the cache's window.
 
         Returns:
             bool, shape (batch, 1, tokens, slots).
@@ -385,7 +386,7 @@ class KVCache:
         return replace(self.truncate(jnp.where(ended, 0, self.lengths)), overflowed=self.overflowed & ~ended)
 
     def truncate(self, lengths: Any) -> KVCache:
-        """A cache without the last tokens of sequences, such as the rejected tokens of speculative decoding.
+        """A cache without the last tokens of sequences, for example the rejected tokens of speculative decoding.
 
         Tokens at positions from `lengths` on are dropped, and no query sees them. The next token of a sequence comes
         after those that are left. Pages without tokens that are left are free. A sequence that overflowed stays so.

@@ -58,11 +58,11 @@ class Order(checks.FieldsRepr):
     * ``blocked(b)``: each block of b products is summed in this way from zero, then the block sums (FABsum: Blanchard,
       Higham and Mary, SIAM J. Sci. Comput. 42, 2020).
     * ``pairwise``: a sum of n is A(left + right), the left part the largest power of two below n.
-    * ``matrix_unit(b)``: c <- A(c + d), with d the sum of a block of b products by the carrier's dot: one rounding into
-      the accumulator for each block.
-    * ``aligned(b, f)``: a tensor core. c <- A(t(c) + t(a_1 b_1) + ... + t(a_b b_b)), where t drops the bits below
-      2^(M - f), toward zero, and M is the largest exponent of the b + 1 terms. The sum is exact, so A is the only
-      rounding. The exponent of a product is that of a plus that of b, so a significand may be as large as 4.
+    * ``matrix_unit(b)``: c <- A(c + d), with d the sum of a block of b products by the carrier's dot. Each block has
+      one rounding into the accumulator.
+    * ``aligned(b, f)``: a tensor core. c <- A(t(c) + t(a_1 b_1) + ... + t(a_b b_b)). t drops the bits below 2^(M - f),
+      toward zero. M is the largest exponent of the b + 1 terms. The sum is exact, so A is the only rounding. The
+      exponent of a product is the exponent of a plus the exponent of b, so a significand may be as large as 4.
       Subnormal numbers have the exponent of the smallest normal number of their format.
     * ``aligned_apart(b, f)``: the same in two stages. The b products are aligned with each other, toward zero, and
       summed exactly; a product of 2^128 and more is infinite. Then this sum loses the bits below 2^(N - f - 7), and c
@@ -71,19 +71,19 @@ class Order(checks.FieldsRepr):
       each on its own grid. Then both sums lose the bits below 2^(M - f), downward, with M the larger of their largest
       exponents. If the exponent of c is less than N - f - 1, c counts as zero.
     * ``aligned_sums(b, f)``: as ``aligned``, with operands of a scaled format. 16 products of elements at a time are
-      summed exactly; the exponent of such a sum times its two scales is the sum of the exponents of the scales.
+      summed exactly. The exponent of this sum times its two scales is the sum of the exponents of the scales.
     * ``blocked_pairwise(b)``: c <- A(c + d), with d the pairwise sum of a block of b products.
 
     The last block may be smaller. Aligned orders are computed in float32. A sum of 2^128 and more is infinite unless A
-    saturates, a sum of zero is +0, and an infinite or NaN product is added as in IEEE 754. The definitions of the
-    aligned orders are those of MMA-Sim (arXiv 2511.10909); `jchop.tensor_core` has the numbers of each unit.
+    saturates. A sum of zero is +0. An infinite or NaN product is added as in IEEE 754. The aligned orders are defined
+    as in MMA-Sim (arXiv 2511.10909); `jchop.tensor_core` has the numbers of each unit.
 
     Args:
         kind: one of the names above.
         block: products in a block, b >= 1, for the orders that have blocks (at most 64 for the aligned ones).
         bits: f, the fraction bits that alignment keeps, 1 to 45, for the aligned orders; else None.
-        promote_every: for the aligned orders, a multiple of `block`: each part of so many products is summed from zero,
-            and added to a float32 total to nearest, ties to even. Default None: one sum.
+        promote_every: for the aligned orders, a multiple of `block`. Each part of so many products is summed from zero.
+            Its sum is added to a float32 total, to nearest, ties to even. Default None: one sum.
 
     Raises:
         TypeError, ValueError: for an unknown kind, or a number that is missing, superfluous or out of range.
@@ -144,7 +144,7 @@ class Order(checks.FieldsRepr):
 
     @staticmethod
     def parse(text: str) -> Order:
-        """The order of a text such as ``"matrix_unit(16)"``."""
+        """The order of a text, for example ``"matrix_unit(16)"``."""
         match = _ORDER_TEXT.fullmatch(checks.check_text("order", text))
         if match is None or match["kind"] not in _ORDER_KINDS:
             raise ValueError(f"order={checks.quote(text)} is not known; allowed: {_ORDER_CHOICES}")
@@ -175,13 +175,13 @@ class MatmulSpec(checks.FieldsRepr):
 
     Args:
         operands: the rounding of both operands before the product: a `Spec`, a format, or text; default None. For
-            `jchop.math.matmul` with the order ``aligned`` it may be a scaled format whose scales are powers of two, and
-            with ``aligned_sums`` one with groups of a multiple of 16 along the summed axis: elements are multiplied,
-            and the exponents of the scales count for the alignment.
+            `jchop.math.matmul` with the order ``aligned`` it may be a scaled format whose scales are powers of two.
+            With ``aligned_sums`` the format has groups of a multiple of 16 along the summed axis. Elements are
+            multiplied, and the exponents of the scales count for the alignment.
         product: P, the rounding of every product a_k b_k; default None. Not with ``fused``, ``matrix_unit`` or the
             aligned orders, which have no separate product.
-        accumulate: A, the rounding of every sum; default None, **the carrier** (such as float32), not the operands'
-            format.
+        accumulate: A, the rounding of every sum; default None, **the carrier** (float32, for example), not the
+            operands' format.
         order: an `Order`, or its text: ``"sequential"`` (the default), ``"blocked(b)"``, ``"pairwise"``,
             ``"matrix_unit(b)"``, ``"aligned(b, f)"``, ``"aligned_apart(b, f)"``, ``"blocked_pairwise(b)"``, and so on.
         fused: c <- A(c + a_k b_k), with the exact product (fused multiply-add); for the orders ``sequential`` and
@@ -436,27 +436,28 @@ TENSOR_CORES: Mapping[str, Mapping[str, TensorCore]] = MappingProxyType(
 
 
 def tensor_core(unit: str, dtype: str, *, out: str = "binary32", promote_every: int | None = None) -> MatmulSpec:
-    """The arithmetic of a tensor core, for `jchop.math.matmul` and every other function that takes a `MatmulSpec`.
+    """The arithmetic of a tensor core, for `jchop.math.matmul` and every other function that accepts a `MatmulSpec`.
 
-    NVIDIA's units add k products and the accumulator exactly on one grid of f fraction bits, ``aligned(k, f)``, and cut
-    the sum to float32; fp8 on Ada and Hopper to 13 fraction bits. Hopper and later units need no other order than k
-    ascending. The AMD units and the TPU follow other orders of `Order`.
+    NVIDIA's units add k products and the accumulator exactly on one grid of f fraction bits, ``aligned(k, f)``. They
+    cut the sum to float32, or for fp8 on Ada and Hopper to 13 fraction bits. Hopper and later units need no other order
+    than k ascending. The AMD units and the TPU follow other orders of `Order`.
 
-    The operands are rounded to their type first. Of a block-scaled type (mxfp8, mxfp4, nvfp4) the elements are
-    multiplied, and the scales of the blocks take part in the alignment; `jchop.math.matmul` alone takes such a spec.
+    The operands are rounded to their type first. Block-scaled types are mxfp8, mxfp4 and nvfp4. Their elements are
+    multiplied, and the scales of the blocks count for the alignment. `jchop.math.matmul` alone accepts their specs.
     After the sums the result is multiplied by the product of both tensors' scales, if the format has them, each product
     rounded to nearest float32.
 
-    In a `jchop.Rule` the rule rounds them, so take ``dataclasses.replace(spec, operands=None)`` of a type without
-    scales; then subnormal operands are aligned as if they were normal, and scales are part of the operands.
+    In a `jchop.Rule` the rule rounds them. So pass ``dataclasses.replace(spec, operands=None)`` of a type without
+    scales. Then subnormal operands are aligned as if they were normal, and scales are part of the operands.
 
     Args:
         unit: ``"volta"``, ``"turing"``, ``"ampere"``, ``"ada"``, ``"hopper"``, ``"blackwell"`` (datacenter, tcgen05),
             ``"cdna1"``, ``"cdna2"``, ``"cdna3"`` or ``"tpu"``.
         dtype: ``"fp16"``, ``"bf16"``, ``"tf32"`` (operands cut to 10 fraction bits), ``"fp8"`` (e4m3fn; e4m3fnuz on
-            CDNA3), ``"fp8_e5m2"``, or on Blackwell ``"mxfp8"`` (e4m3fn), ``"mxfp8_e5m2"``, ``"mxfp4"`` and ``"nvfp4"``,
-            if the unit has it. Or the format of the operands, which names the same row: ``"float16"``, ``"bfloat16"``,
-            ``"float8_e4m3fn"``, ``"float8_e5m2"``. `TENSOR_CORES` has all rows, with the source of each.
+            CDNA3) or ``"fp8_e5m2"``, if the unit has it. On Blackwell also ``"mxfp8"`` (e4m3fn), ``"mxfp8_e5m2"``,
+            ``"mxfp4"`` and ``"nvfp4"``. Or the format of the operands, which names the same row: ``"float16"``,
+            ``"bfloat16"``, ``"float8_e4m3fn"``, ``"float8_e5m2"``. `TENSOR_CORES` has all rows, with the source of
+            each.
         out: the accumulator: ``"binary32"`` (default), or ``"binary16"``, rounded to nearest, for fp16 and fp8 on
             NVIDIA's units.
         promote_every: a multiple of k: sums of so many products are added to a float32 total, as DeepSeek-V3 does with
@@ -464,7 +465,7 @@ def tensor_core(unit: str, dtype: str, *, out: str = "binary32", promote_every: 
 
     Raises:
         TypeError, ValueError: for a unit, type or accumulator that is not in the table; the message names the ones that
-            are. For a type whose sums are not published, such as mxfp6 on Blackwell, the message says so.
+            are. For a type whose sums are not published, as mxfp6 on Blackwell, the message says so.
 
     Example:
         >>> import jchop as jc

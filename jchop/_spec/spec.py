@@ -63,9 +63,9 @@ class Spec:
         rounding: a `Rounding`, or its text; default ``"nearest_even"``.
         overflow: an `Overflow`, or its text. Default (None): ``"ieee"``, under which fixed point and integers saturate;
             for a scaled format ``"saturate"``.
-        random_bits: bits N that a stochastic mode draws for each element, 1 to 32, to 64 for float64 (to 31 and 63 for
-            ``"stochastic_b"`` and ``"stochastic_c"``). Default: the maximum, with a bias below 2^-31 of the distance
-            between neighbours.
+        random_bits: bits N that a stochastic mode draws for each element: 1 to 32, or to 64 for float64. For
+            ``"stochastic_b"`` and ``"stochastic_c"`` the limits are 31 and 63. Default: the maximum, with a bias below
+            2^-31 of the distance between neighbours.
         flush: whether magnitudes below the smallest normal value become zero before rounding (hardware FTZ).
         gradient: ``"straight_through"``, ``"clipped"``, a `Gradient`, or a spec to which the cotangent is rounded.
 
@@ -183,8 +183,8 @@ def parse(text: str) -> Spec:
 
     Args:
         text: a format's text (see `jchop.formats.parse_format`) and then, in any order, a rounding, an overflow rule,
-            ``random_bits=N``, ``flush``, and ``gradient=`` with ``clipped``, a format, ``[SPEC]`` or
-            ``clipped+[SPEC]``; the spec of a cotangent needs the brackets unless it is only a format.
+            ``random_bits=N``, ``flush``, and ``gradient=``. The gradient is ``clipped``, a format, ``[SPEC]`` or
+            ``clipped+[SPEC]``. The spec of a cotangent needs the brackets unless it is only a format.
 
     Raises:
         TypeError: if `text` is not a string.

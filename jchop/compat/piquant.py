@@ -89,7 +89,8 @@ def quantize(
         key: a typed key (`jax.random.key`), required for stochastic rounding.
 
     Returns:
-        uint8 codes of the shape of `array`; those of 4 and 2 bits packed into a vector, the first in the lowest bits.
+        uint8 codes of the shape of `array`. Codes of 4 and 2 bits are packed into a vector, the first in the lowest
+        bits.
 
     Example:
         >>> import numpy as np

@@ -285,7 +285,7 @@ class ElementFormat(FieldsRepr, abc.ABC):
         """The bit patterns of values of F, as unsigned integers of the smallest sufficient width.
 
         Args:
-            values: numbers of F, any shape; round other numbers first. A NaN takes the (positive) quiet NaN code.
+            values: numbers of F, any shape; round other numbers first. A NaN becomes the (positive) quiet NaN code.
 
         Raises:
             ValueError: for a value that is not in F; the message names it.

@@ -18,9 +18,9 @@ _MAX_LEVELS = 1 << 16
 class CodebookFormat(ElementFormat):
     """A table of levels, each coded by its index. There is no -0, inf or NaN.
 
-    Rounding to nearest takes the larger index on a tie (`NEAREST_EVEN`, the default), the larger magnitude
-    (`NEAREST_AWAY`) or the smaller magnitude (`NEAREST_ZERO`); `ODD` takes the neighbour of odd index. Values beyond
-    the ends saturate.
+    Rounding to nearest returns the larger index on a tie (`NEAREST_EVEN`, the default). `NEAREST_AWAY` returns the
+    larger magnitude, `NEAREST_ZERO` the smaller magnitude, and `ODD` the neighbour of odd index. Values beyond the ends
+    saturate.
 
     Args:
         levels: strictly increasing finite numbers, 1 to 65,536 of them. A carrier that cannot hold every level is
@@ -114,15 +114,15 @@ def nf4_levels() -> CodebookFormat:
 def dynamic_levels(bits: int, signed: bool = True, zero: bool = True) -> CodebookFormat:
     """The dynamic map: decimal exponents from 10^-(bits - 2) up; the other bits are the fraction.
 
-    As bitsandbytes builds it in binary32 (``create_dynamic_map``; Dettmers, arXiv 1511.04561): decade i of bits - 1
-    holds the means of neighbours among 2^i + 1 equally spaced numbers from 0.1 to 1, times 10^(i - bits + 2); an
-    unsigned map has twice as many intervals. The levels 0 and 1 are added.
+    It is built as in bitsandbytes, in binary32 (``create_dynamic_map``; Dettmers, arXiv 1511.04561). Decade i of bits -
+    1 holds means of neighbours, times 10^(i - bits + 2). The neighbours are 2^i + 1 equally spaced numbers from 0.1 to
+    1. An unsigned map has twice as many intervals. The levels 0 and 1 are added.
 
     Args:
         bits: width of a code.
         signed: whether to add the negative of each mean. Default True.
-        zero: whether 0 is a level. If not, the decade below the lowest has one level in its place, for an unsigned map
-            (DE-0 of Li et al., arXiv 2309.01507, section 4.1, has no level there). Default True.
+        zero: whether 0 is a level. If not, the decade below the lowest has one level in its place, for an unsigned map.
+            DE-0 of Li et al. (arXiv 2309.01507, section 4.1) has no level there. Default True.
     """
     magnitudes: list[float] = []
     for i in range(0 if zero else -1, bits - 1):

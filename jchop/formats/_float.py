@@ -18,16 +18,16 @@ NAN_CODES = ("ieee", "top", "negative_zero", "none")
 class FloatFormat(ElementFormat):
     """A binary floating-point format: sign, biased exponent, fraction.
 
-    With E the exponent field and T the fraction field of a code, its magnitude is ``2^(E - bias) (1 + T 2^-m)`` for
-    E > 0, and ``2^(1 - bias) T 2^-m`` for E = 0 (subnormals and zero).
+    Let E be the exponent field and T the fraction field of a code. Its magnitude is ``2^(E - bias) (1 + T 2^-m)`` for E
+    > 0. For E = 0 (subnormals and zero) it is ``2^(1 - bias) T 2^-m``.
 
     Args:
         exp_bits: width e of the exponent field, 1 to 16.
         frac_bits: width m of the fraction field (the precision is m + 1), 0 to 52.
         bias: exponent bias; default ``2^(e-1) - 1``.
         subnormals: whether F has values between 0 and the smallest normal one. Default True.
-        infinities: whether F has infinities. With ``nans="ieee"`` they are required (top exponent, fraction 0);
-            otherwise they take the highest magnitude code that is not a NaN (IEEE P3109 extended).
+        infinities: whether F has infinities. With ``nans="ieee"`` they are required (top exponent, fraction 0).
+            Otherwise they have the highest magnitude code that is not a NaN (IEEE P3109 extended).
         nans: which codes are NaN. ``"ieee"``: top exponent, fraction not 0. ``"top"``: the all-ones magnitude (OCP
             "fn"). ``"negative_zero"``: the code of -0, so that F has no -0 ("fnuz", signed P3109). ``"none"``: no code.
         signed: whether there is a sign bit; without it F has no negative values. Default True.
@@ -35,9 +35,9 @@ class FloatFormat(ElementFormat):
         max_exponent: exponent of the largest finite value, if lower than the codes allow, as in MATLAB's chop; the
             codes above infinity are then NaN. Only with ``nans="ieee"``. Default None: the largest that the fields
             allow. `emax` is the resulting value.
-        p3109: whether F overflows by the rules of IEEE P3109: without infinities to its largest value, never to NaN;
-            with them to infinity under `Rounding.ODD` too. Only for formats with one NaN code and no -0, such as the
-            formats of `jchop.formats.p3109`.
+        p3109: whether F overflows by the rules of IEEE P3109. Without infinities it overflows to its largest value,
+            never to NaN. With them it overflows to infinity under `Rounding.ODD` too. Only for formats with one NaN
+            code and no -0, as in `jchop.formats.p3109`.
 
     Raises:
         TypeError, ValueError: for a field out of range or a combination that leaves no finite value.

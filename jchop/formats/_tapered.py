@@ -66,8 +66,8 @@ class StringFormat(TaperedFormat):
     """Strings of n bits in the order of their values: the base class of posits and takums.
 
     The code 0 is zero and 10...0 is NaR, "not a real", which is NaN here. The codes 1 to 2^(n-1) - 1 are the positive
-    numbers, in their order; a negative number has the two's complement of the code of its magnitude. There is no -0
-    and no infinity.
+    numbers, in their order. A negative number has the two's complement of its magnitude's code. There is no -0 and no
+    infinity.
 
     A number is rounded on its infinite string, which is cut to n bits. The modes compare the bits that are cut off,
     so far from 1 the point between two neighbours is not their arithmetic mean. No number but 0 becomes 0: magnitudes
@@ -139,8 +139,8 @@ class StringFormat(TaperedFormat):
 class PositFormat(StringFormat):
     """A posit of the Standard for Posit Arithmetic (2022): two exponent bits at every width.
 
-    After the sign a code has the regime, a run of k + 1 ones and a zero, or of -k zeros and a one; two exponent bits e;
-    and the fraction f. Bits beyond the end of the string are 0. The value is (1 + f) 2^(4 k + e).
+    After the sign a code has the regime: a run of k + 1 ones and a zero, or of -k zeros and a one. Two exponent bits e
+    and the fraction f follow. Bits beyond the end of the string are 0. The value is (1 + f) 2^(4 k + e).
 
     Args:
         bits: width n of a code, 2 to 32.
@@ -181,10 +181,9 @@ class PositFormat(StringFormat):
 class TakumFormat(StringFormat):
     """A linear takum (L. Hunhold, arXiv 2404.18603 and 2412.20273; libtakum).
 
-    After the sign a code has a bit D, three bits R, r bits C with r = R if D is 1 and 7 - R if it is 0, and the
-    fraction f. Bits beyond the end of the string are 0. The exponent is c = 2^r - 1 + C if D is 1, and
-    C + 1 - 2^(r+1) if it is 0; the value is (1 + f) 2^c. From 12 bits on every width has the range 2^-255 to 2^255, so
-    the carrier is float64.
+    After the sign a code has a bit D, three bits R, r bits C, and the fraction f. r is R if D is 1 and 7 - R if it is
+    0. Bits beyond the end of the string are 0. The exponent is c = 2^r - 1 + C if D is 1, and C + 1 - 2^(r+1) if it is
+    0; the value is (1 + f) 2^c. From 12 bits on every width has the range 2^-255 to 2^255, so the carrier is float64.
 
     Args:
         bits: width n of a code, 6 to 32; shorter strings cut R.
@@ -218,10 +217,10 @@ class TakumFormat(StringFormat):
 class HiFloat8Format(TaperedFormat):
     """HiF8 (Luo et al., arXiv 2409.16626): eight bits with three, two or one fraction bits.
 
-    After the sign a code has a prefix, the dot: 11, 10, 01, 001 or 0001 for an exponent of D = 4, 3, 2, 1 or 0 bits.
-    The exponent is a sign and a magnitude, whose leading 1 is not written; the rest is the fraction. So exponents up to
-    3 either way have three fraction bits, up to 7 two, and up to 15 one. After the dot 0000, three bits M > 0 are the
-    number 2^(M - 23). The code 0x80 is NaN, and the largest magnitude of each sign, 0x6F and 0xEF, is an infinity.
+    After the sign a code has a prefix, the dot. It is 11, 10, 01, 001 or 0001 for an exponent of D = 4, 3, 2, 1 or 0
+    bits. The exponent is a sign and a magnitude, whose leading 1 is not written; the rest is the fraction. So exponents
+    up to 3 either way have three fraction bits, up to 7 two, and up to 15 one. After the dot 0000, three bits M > 0 are
+    the number 2^(M - 23). The code 0x80 is NaN, and the largest magnitude of each sign, 0x6F and 0xEF, is an infinity.
     There is no -0. The paper rounds to nearest, ties away from zero: ``"hif8:nearest_away"``.
 
     Example:
@@ -310,16 +309,15 @@ _POWER_ACCURACY_BITS = 200
 class LogTakumFormat(StringFormat):
     """A logarithmic takum (L. Hunhold, arXiv 2404.18603): plus or minus e^(l/2).
 
-    The string is that of `TakumFormat`, and l = c + f of its exponent c and its fraction f. A number is rounded on the
-    infinite string of its l, which is cut to n bits: between two values lies the value of the string of one bit more.
-    No binary number but 1 is a value, and none lies on such a point, so that there are no ties. The modes to nearest
-    are one.
+    The string is the one of `TakumFormat`, and l = c + f of its exponent c and its fraction f. A number is rounded on
+    the infinite string of its l, which is cut to n bits. The boundary between two values is the value of the string
+    of one bit more. No binary number but 1 is a value, and none is equal to a boundary, so there are no ties. The modes
+    to nearest are one.
 
-    The values are irrational, so a code stands for the binary64 number that is nearest to its value, and the carrier is
-    float64: a relative error of at most 2^-53, while neighbours of 32 bits differ by 2^-28 next to 1, where they are
-    nearest. Numbers are compared with the points between values exactly: by tables up to 16 bits, else by powers of 128
-    bits. Results of operations, which would be rounded twice, and stochastic modes, which need the bits of a logarithm,
-    are refused.
+    The values are irrational, so a code stands for the nearest binary64 number, and the carrier is float64. The
+    relative error is at most 2^-53. Neighbours of 32 bits differ by 2^-28 next to 1, where they are nearest. Numbers
+    are compared with the points between values exactly: by tables up to 16 bits, else by powers of 128 bits. Results of
+    operations, which would be rounded twice, and stochastic modes, which need the bits of a logarithm, are refused.
 
     Args:
         bits: width n of a code, 6 to 32; shorter strings cut R.

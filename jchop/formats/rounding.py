@@ -17,7 +17,8 @@ __all__ = ["Overflow", "Rounding"]
 class Rounding(enum.Enum):
     """The neighbour of x that a rounding returns. Values in F are unchanged in every mode.
 
-    Every function that takes a member also takes its text: the value (``"nearest_even"``) or a short name (``"rne"``).
+    Every function that accepts a member also accepts its text: the value (``"nearest_even"``) or a short name
+    (``"rne"``).
 
     Example:
         >>> import jchop as jc

@@ -33,7 +33,7 @@ def round(x: Any, spec: SpecLike, key: Key = None, *, decimals: int = 0) -> Any:
 
     Args:
         x: float16, bfloat16, float32 or float64, any shape.
-        spec: a `jchop.Spec`, a format, or text such as ``"e5m2:stochastic"``.
+        spec: a `jchop.Spec`, a format, or a text like ``"e5m2:stochastic"``.
         key: a typed key, required if `spec` is stochastic. Default None.
         decimals: digits behind the decimal point, from -10 to 10, or from -22 to 22 in float64. Default 0.
 
@@ -249,7 +249,7 @@ def cross(
     """The cross product of vectors, as `jax.numpy.cross`: each element is A(P(a_i b_j) - P(a_j b_i)).
 
     Both products and their difference are rounded to `spec`. A vector of two elements gets a third element, +0. For two
-    such vectors, the result is the third element of the product.
+    of these vectors, the result is the third element of the product.
 
     Args:
         a: float16, bfloat16, float32 or float64, vectors of two or three elements; rounded to `spec` first.

@@ -49,7 +49,7 @@ def matmul(a: Any, b: Any, spec: SumSpecLike, key: Key = None, *, impl: Impl = "
     Each rounding is applied once, to the exact result of its operation, without an intermediate rounding to the
     carrier, in every mode. The sums are formed in the order of `spec`. With the orders ``sequential``, ``blocked`` and
     ``pairwise`` the result is the same bits on every device. With ``matrix_unit`` it is the same if the sum of a block
-    is exact in the carrier; otherwise it depends on the additions of the device. For the errors of the orders see N. J.
+    is exact in the carrier. Otherwise it depends on the additions of the device. For the errors of the orders see N. J.
     Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., chapters 3 and 4.
 
     The arithmetic is emulated in a carrier: float32, or float64 if `a` and `b` are float64. 16-bit operands are widened
@@ -69,25 +69,26 @@ def matmul(a: Any, b: Any, spec: SumSpecLike, key: Key = None, *, impl: Impl = "
         key: a typed key (`jax.random.key`), required if any rounding of `spec` is stochastic. It is split into four,
             for the elements of `a`, the elements of `b`, the products and the sums. The word of a product or sum has
             the index ``step 2^32 + o`` in the stream, with o the flat (C order) index of the output element. The step
-            is k for the product a_k b_k and for its sequential addition, also in a block; K + j for the addition of
-            block j to the total (j in ``matrix_unit`` order); and in pairwise order the first index of the right part.
-            So the bits do not depend on tiling, device or sharding. Inside `jax.shard_map` each shard counts its own
-            elements and needs a different key (`jax.random.fold_in`).
-        impl: ``"xla"`` for the portable body, ``"pallas"`` for the TPU's or GPU's kernel, with an error if it cannot
-            run, ``"auto"`` (default) for the faster one.
+            is k for the product a_k b_k and for its sequential addition, also in a block. It is K + j for the addition
+            of block j to the total (j in ``matrix_unit`` order). In pairwise order it is the first index of the right
+            part. So the bits do not depend on tiling, device or sharding. Inside `jax.shard_map` each shard counts its
+            own elements and needs a different key (`jax.random.fold_in`).
+        impl: ``"auto"`` (default) for the faster program, ``"xla"`` for the portable body, ``"pallas"`` for the TPU's
+            or GPU's kernel, with an error if it cannot run.
         trace: for the accumulator after each step in place of the product, as a testbench compares it. Default False.
 
     Returns:
-        The product, of the shape of `jax.numpy.matmul` and the dtype of `a` and `b`; NumPy if both are NumPy arrays or
-        convertible to them, else JAX. With k = 0 it is +0. With `trace` the sums along a first axis, in the carrier:
-        after each product in sequential order, after each promoted part with ``promote_every``, else after each block.
-        They have no derivatives, and do not include the tensor scales of operands.
+        The product, of the shape of `jax.numpy.matmul` and the dtype of `a` and `b`. It is a NumPy array if both are
+        NumPy arrays or convertible to them, else a JAX array. With k = 0 it is +0. With `trace` the sums along a first
+        axis, in the carrier. In sequential order there is one after each product, with ``promote_every`` one after each
+        promoted part, else one after each block. They have no derivatives, and do not include the tensor scales of
+        operands.
 
     Raises:
-        TypeError: for a dtype that is neither a carrier nor of integers or booleans, an invalid spec, or a key that is
-            not a typed key.
-        ValueError: for shapes that do not match, a stochastic spec without a key, a carrier that is too narrow for a
-            rounding (the message names a suitable dtype), or too many elements or steps for the random stream.
+        TypeError: for a dtype that is neither a carrier nor of integers or booleans. For an invalid spec, or a key that
+            is not a typed key.
+        ValueError: for shapes that do not match, or a stochastic spec without a key. For a carrier that is too narrow
+            for a rounding: the message names a suitable dtype. For too many elements or steps for the random stream.
         NotImplementedError: at compilation, if ``impl="pallas"`` cannot run; the message has the reason.
 
     Example:
@@ -265,32 +266,33 @@ def matmul_double(a: Any, b: Any, *, tolerance: float = 2.0**-53) -> Any:
     """The matrix product of `a` and `b` in double precision, computed with products of 8-bit integers.
 
     The scheme of Ozaki et al. (Numer. Algorithms 59 (2012) 95; on integer units Ootomo, Ozaki and Yokota, arXiv
-    2306.11975): each row of `a` and each column of `b` is divided by a power of two and cut into s slices of 7 bits, of
-    integers from -127 to 127. The products of slices i and j with i + j <= s, counted from 0, are matrix products of
-    int8 with exact int32 sums, which int8 units compute; they are added from the smallest to the largest.
+    2306.11975). Each row of `a` and each column of `b` is divided by a power of two. Then it is cut into s slices of 7
+    bits, of integers from -127 to 127. The products of slices i and j with i + j <= s, counted from 0, are matrix
+    products of int8. Their int32 sums are exact, and int8 units compute them. They are added from the smallest to the
+    largest.
 
     With k the number of products in a sum and m the largest magnitudes of a row and of a column, each result c has
 
         abs(error) <= 4.2 * 2^(-7 s) k m_a m_b + 2^-52 (abs(c) + 2^-6 k m_a m_b),
 
-    and 2^-46 in place of 2^-52 for pairs. So numbers that are far smaller than others of their row keep fewer bits, and
-    the default, s = 8, is about as exact as a float64 product if a row spans few orders of magnitude. An infinity or
-    NaN has the effect that it has in `jax.numpy.matmul`. Subnormal numbers may count as zero, as on the device.
+    and 2^-46 in place of 2^-52 for pairs. So numbers that are far smaller than others of their row keep fewer bits. The
+    default, s = 8, is about as exact as a float64 product if a row spans few orders of magnitude. An infinity or NaN
+    has the effect that it has in `jax.numpy.matmul`. Subnormal numbers may count as zero, as on the device.
 
     Works under jit, vmap and grad, in forward and reverse mode. The derivative is the product of the dtype at highest
-    precision: of float64, or of float32 for a pair, whose low parts have the derivatives of the high ones.
+    precision: float64, or float32 for a pair. The low parts of a pair have the derivatives of the high ones.
 
     Args:
         a: the left factor, of shape (..., m, k), or (k,) as in `jax.numpy.matmul`. Either a float64 array, or integers
-            or lists that become one; or a pair (high, low) of float32 arrays of one shape, which stands for high + low
-            with abs(low) at most half a unit in the last place of high, for devices without float64.
+            or lists that become one. Or, for devices without float64, a pair (high, low) of float32 arrays of one
+            shape, which stands for high + low. abs(low) is at most half a unit in the last place of high.
         b: the right factor, of the same kind, of shape (..., k, n) or (k,). The leading axes broadcast.
         tolerance: the first term of the error over k m_a m_b, from 4.6e-19 to 1. The number of slices is the least that
             reaches it: 8 for the default 2^-53, 4 for 2e-8. The work grows as its square.
 
     Returns:
-        The product, of the shape of `jax.numpy.matmul`: float64, NumPy if both factors are NumPy arrays or lists; or a
-        pair of float32 arrays, if the factors are pairs.
+        The product, of the shape of `jax.numpy.matmul`. It is float64, and NumPy if both factors are NumPy arrays or
+        lists. If the factors are pairs, it is a pair of float32 arrays.
 
     Raises:
         TypeError: for factors that are neither float64 nor pairs of float32, or one of each kind.

@@ -65,14 +65,14 @@ def einsum(
 ) -> Any:
     """Sums of products by Einstein's convention, as `jax.numpy.einsum`.
 
-    Two arrays: each sum runs over the indices that are missing in the result, in the order of their first appearance in
-    `subscripts`, the last one fastest. Products and sums are rounded as in `jchop.math.matmul`; sums of one array as in
-    `jchop.math.sum`.
+    Two arrays: each sum runs over the indices that are missing in the result. They run in the order of their first
+    appearance in `subscripts`, the last one fastest. Products and sums are rounded as in `jchop.math.matmul`; sums of
+    one array as in `jchop.math.sum`.
 
     More arrays are contracted in pairs, by default from left to right: the first two, the result with the third, and so
-    on. Each pair is an einsum of two arrays, whose result keeps the indices that the others or the final result have,
-    in the order of their first appearance; it has the dtype of the operands, and is rounded to ``spec.operands`` again
-    for the next product.
+    on. Each pair is an einsum of two arrays. Its result keeps the indices that the others or the final result have, in
+    the order of their first appearance. It has the dtype of the operands, and is rounded to ``spec.operands`` again for
+    the next product.
 
     Args:
         subscripts: letters and commas, and ``->`` with the indices of the result; by default these are the letters that
@@ -80,7 +80,7 @@ def einsum(
         operands: arrays, float16, bfloat16, float32 or float64, which are promoted to one dtype.
         spec: as in `jchop.math.matmul`; for one array as in `jchop.math.sum`.
         key: as there.
-        optimize: the order of the pairs. False (default): from left to right. True or a text such as ``"optimal"`` and
+        optimize: the order of the pairs. False (default): from left to right. True or a text like ``"optimal"`` and
             ``"greedy"``: the path that `jax.numpy.einsum_path` finds. Or a path: the places of the pair of each
             contraction, among the arrays that are left; a result is appended to them.
 
@@ -118,8 +118,8 @@ def tensordot(
         b: of the same dtype, or promoted as in `jax.numpy`.
         spec: as in `jchop.math.matmul`.
         key: as in `jchop.math.matmul`.
-        axes: a number n: the last n axes of `a` and the first n of `b`, in order; or a pair of axes, or of sequences of
-            them, which belong together. Default 2.
+        axes: a number n means the last n axes of `a` and the first n of `b`, in order. Otherwise a pair of axes, or of
+            sequences of them, which belong together. Default 2.
 
     Returns:
         An array with the other axes of `a` and then the other axes of `b`.

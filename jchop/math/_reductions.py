@@ -119,8 +119,9 @@ def var(
 ) -> Any:
     """The variance by two passes: d_k = x_k - mean, then the sum of d_k d_k divided by n - ddof.
 
-    Every operation is rounded: the mean as in `jchop.math.mean`; the differences to ``spec.operands``, because they are
-    operands of products; products, sums and their order as in `jchop.math.matmul`; the quotient to ``spec.accumulate``.
+    Every operation is rounded. The mean is rounded as in `jchop.math.mean`. The differences are rounded to
+    ``spec.operands``, because they are operands of products. Products, sums and their order are as in
+    `jchop.math.matmul`. The quotient is rounded to ``spec.accumulate``.
 
     Args:
         x: float16, bfloat16, float32 or float64, any shape; it is rounded to ``spec.operands`` first.
@@ -224,16 +225,16 @@ def norm(
 def softmax(x: Any, spec: SumSpecLike, key: Key = None, *, axis: AxisArgument = -1, where: Any = None) -> Any:
     """e^x / Σ e^x along an axis, as `jax.nn.softmax`, every operation rounded.
 
-    With m the largest element, which is exact: d_k = x_k - m and e_k = e^(d_k) are rounded to ``spec.operands``, e_k as
-    in `jchop.math.exp`; s = Σ e_k is summed as in `jchop.math.sum`, in the order of `spec`; and e_k / s is rounded to
-    ``spec.accumulate``.
+    Let m be the largest element, which is exact. d_k = x_k - m and e_k = e^(d_k) are rounded to ``spec.operands``, e_k
+    as in `jchop.math.exp`. s = Σ e_k is summed as in `jchop.math.sum`, in the order of `spec`. Then e_k / s is rounded
+    to ``spec.accumulate``.
 
     Args:
         x: float16, bfloat16, float32 or float64, any shape; it is rounded to ``spec.operands`` first.
         spec: as in `jchop.math.sum`.
         key: a typed key, required if `spec` is stochastic. Default None.
         axis: an axis, or several, which count as one; None: all. Default -1.
-        where: booleans, which broadcast to the shape of `x`; an element at False is left out of m, counts as +0 in the
+        where: booleans, which broadcast to the shape of `x`. An element at False is left out of m, counts as +0 in the
             sum, and its result is 0. Default None: all elements.
 
     Returns:
@@ -256,9 +257,9 @@ def logsumexp(
 ) -> Any:
     """The logarithm of Σ e^x along axes, as `jax.nn.logsumexp`, every operation rounded.
 
-    With m the largest element, or 0 if that is not finite: d_k = x_k - m and e_k = e^(d_k) are rounded to
-    ``spec.operands``, s = Σ e_k is summed as in `jchop.math.sum`, and log(s), as in `jchop.math.log`, and log(s) + m
-    are rounded to ``spec.accumulate``.
+    Let m be the largest element, or 0 if that is not finite. d_k = x_k - m and e_k = e^(d_k) are rounded to
+    ``spec.operands``. s = Σ e_k is summed as in `jchop.math.sum`. log(s), as in `jchop.math.log`, and log(s) + m are
+    rounded to ``spec.accumulate``.
 
     Args:
         x: float16, bfloat16, float32 or float64, any shape; it is rounded to ``spec.operands`` first.
@@ -583,7 +584,7 @@ def max(
 ) -> Any:
     """The largest element, as `jax.numpy.max`; NaN if one is.
 
-    The elements are rounded to `spec`, and one of them is chosen, by comparisons of bits: subnormal numbers are not
+    The elements are rounded to `spec`, and one of them is chosen, by comparisons of bits. Subnormal numbers are not
     read as zero, and +0 is above -0. So nothing is rounded after that, and the order does not matter.
 
     Args:

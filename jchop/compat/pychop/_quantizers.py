@@ -103,7 +103,7 @@ class PychopQuantizer:
 
         Args:
             function: function of the operands, a spec and a key.
-            operands: numbers; the spec is that of the dtype that they have together.
+            operands: numbers; the spec belongs to the dtype that they have together.
             key: as in a call.
             exponents: whole numbers, which are not rounded.
         """
@@ -135,14 +135,14 @@ class Chop(PychopQuantizer):
     """Floating point of any size: the ``Chop`` of Pychop 0.6, which its paper calls ``LightChop``.
 
     With a format's name or ``customs``, like the paper's ``Chop``, the constructor returns a `FaultChop`. For a format
-    with a wider exponent range than the dtype, rounding and functions are in float64 (not for JAX arrays); numbers
+    with a wider exponent range than the dtype, rounding and functions are in float64 (not for JAX arrays). Numbers
     beyond the dtype become infinite.
 
     Args:
         exp_bits: bits of the exponent.
         sig_bits: bits of the fraction.
         rmode: 1 to nearest, ties to even; 2 up; 3 down; 4 toward zero; 5 stochastic; 6 stochastic with equal
-            probability; 7 and 8 to nearest, ties to zero and away; 9 to odd; 10 as 6.
+            probability. 7 and 8 to nearest, ties to zero and away; 9 to odd; 10 as 6.
         subnormal: whether there are subnormal numbers; without them numbers below the smallest normal one become zero.
         chunk_size: has no effect.
         random_state: the seed of the random modes.
@@ -459,7 +459,7 @@ _FIXED_WORDS = {"ibits": "ibits", "fbits": "fbits", "int_bits": "ibits", "frac_b
 
 @dataclass(frozen=True)
 class QuantizerWords:
-    """The arguments that the classes of one prefix take instead of ``chop=``.
+    """The arguments of the classes of one prefix, in place of ``chop=``.
 
     Args:
         kind: the class of the quantizer.
@@ -528,7 +528,7 @@ def float_params(prec: str | None = None, binary: bool = False) -> FloatParams |
 
     Args:
         prec: a format's name, as in `jchop.matlab.chop`. Default None: a dict of all formats by name.
-        binary: whether the dict has texts of the nearest powers of two, such as ``"2^-11"``, in place of the first four
+        binary: whether the dict has texts of the nearest powers of two, like ``"2^-11"``, in place of the first four
             numbers. Default False. It has no effect on one format.
 
     Returns:

@@ -88,9 +88,9 @@ def static_post_quantization(
         model: a module of torch.
         chop: a quantizer, of weights and outputs.
         calibration_data: inputs, or tuples that begin with one.
-        calibration_method: ``"minmax"``: the range of the outputs; ``"percentile"``: the range up to the percentile of
-            the magnitudes; ``"mse"``: the fraction of the range with the least square error, or the whole range if
-            `chop` has no scale; ``"kl_divergence"``: the range that loses the least information, for integers.
+        calibration_method: ``"minmax"``: the range of the outputs. ``"percentile"``: the range up to the percentile of
+            the magnitudes. ``"mse"``: the fraction of the range with the least square error, or the whole range if
+            `chop` has no scale. ``"kl_divergence"``: the range that loses the least information, for integers.
         percentile: for ``"percentile"``; more than 0, at most 100.
         fuse_bn: whether batch norms are first folded into the convolutions before them; in evaluation mode.
         eval_mode: as in `post_quantization`.

@@ -77,7 +77,7 @@ class FloatingPoint(Number):
         check_int("man", self.man, 0, 23)
 
     def spec(self, rounding: str, *, clipped: bool = False) -> Spec:
-        """The spec; with eight exponent bits the top exponent is that of float32, for infinities and NaN.
+        """The spec; with eight exponent bits the top exponent is float32's, for infinities and NaN.
 
         Args:
             rounding: ``"stochastic"``, or ``"nearest"``, with ties away from zero.

@@ -47,18 +47,18 @@ class ScaleRule:
         name: in text.
         formula: the scale that the rule asks for. It is then rounded to the scale format, to nearest, ties to even, and
             clamped to the positive range of that format.
-        divisors: of an element format, the number that a is divided by; or two, for the largest x and for minus the
-            least x, and the larger quotient is the scale; or two that are tried one after the other (`fit`).
-        carry: for a rule whose scales are 2^(E - floor(log2 M)), E being the exponent of a: the number that is added to
-            the bits of a first, so that E goes up by one for the fractions that ask for it. It is a function of the
-            element format, the fraction bits of a, and the fraction of M in as many bits. None: another rule.
+        divisors: of an element format, the number that a is divided by. Or two numbers, for the largest x and for minus
+            the least x: the larger quotient is the scale. Or two numbers that are tried one after the other (`fit`).
+        carry: for a rule whose scales are 2^(E - floor(log2 M)), with E the exponent of a. This number is added to the
+            bits of a first. So E increases by one for the fractions that ask for it. It is a function of the element
+            format, the fraction bits of a, and the fraction of M in as many bits. None: another rule.
         tensor_scale: whether the scale is a product with a binary32 scale of the whole tensor.
         constant: of an element format, the scale of every tensor; None if it follows from the tensor.
         top: of a scale format, the scale of the group with the largest number if the tensor has a scale too.
-        fit: which numbers of a group count: its "ends" alone, the "range" of all x for a zero point, a "percentile", or
-            all of them, by least "squares" of many scales, or of the scales of "either" divisor, or by their "power",
-            the mean of their squares; "levels" are the ends of groups within groups, one for each time that the scales
-            are quantized again.
+        fit: which numbers of a group count. "ends" means its ends alone, "range" the range of all x for a zero point,
+            and "percentile" a percentile. The others use all numbers: by least "squares" of many scales, of the scales
+            of "either" divisor, or by their "power", the mean of their squares. "levels" are the ends of groups within
+            groups, one for each time that the scales are quantized again.
         percentile: the q of "percentile".
         fill: the number that fills up the last block of an axis: 0, or NaN for a rule that counts numbers.
         takes: whether an element format may have this rule.

@@ -251,32 +251,32 @@ class ScaledFormat:
     """Elements e of a format, in groups that share a scale s > 0: the values s e, s (e - z) or s e + z.
 
     The scale comes from the data, so a value is rounded as one of its group. Infinities and NaN do not count when a
-    scale is chosen; then they obey the element's overflow rule, and a NaN without a code becomes the largest element.
-    A group without a finite number other than zero has scale 1.
+    scale is chosen. Then they obey the element's overflow rule. A NaN without a code becomes the largest element. A
+    group without a finite number other than zero has scale 1.
 
     A scaled format is callable: ``fmt(group=64)`` is the format with that changed.
 
     Args:
         element: the format of x / s (or x / s + z), which is rounded once: an element format, or its text. Alone it may
             be the text of a whole scaled format: ``ScaledFormat("int4(group=32)")``.
-        group: the number of consecutive elements along `axis` that share a scale; the last group of a row may be
-            shorter; ``"all"`` for the whole axis; or one such for each of several axes (tiles). Default None, with no
-            `channel` either: the whole tensor, also written ``"tensor"``.
+        group: the number of consecutive elements along `axis` that share a scale. The last group of a row may be
+            shorter. ``"all"`` means the whole axis. For tiles, one of these for each of several axes. Default None,
+            with no `channel` either: the whole tensor, also written ``"tensor"``.
         axis: of `group`, an axis or one for each group. Default -1, and for n groups the last n axes.
         channel: an axis, or several, each index of which has its own scale, shared over all other axes.
         scale: format of the scales, or its text. Default binary32. A ScaledFormat quantizes the scales again: the
             scale is rounded to binary32, quantized under it to nearest and never to zero. Only under the rule "levels"
             may the scales of scales be quantized once more.
-        rule: one of `SCALE_RULES`; ``"percentile(99.9)"`` takes up to two decimals. Default "absmax", and "minmax" with
+        rule: one of `SCALE_RULES`; ``"percentile(99.9)"`` has at most two decimals. Default "absmax", and "minmax" with
             `zero_point`.
         zero_point: "integer" shifts integers by an integer z = clamp(m - rne((least x) / s)), for numbers that are not
-            centred at 0: the values s (e - z). "float" adds a number to them: the values s e + z, with z = (least x) -
+            centred at 0. The values are s (e - z). "float" adds a number: the values are s e + z, with z = (least x) -
             m s rounded to the scale format (tinygemm's int4, whose codes are e + 8). Default None.
-        nan_block: a group that holds an infinity or NaN, or asks for a larger scale than there is, becomes NaN as a
-            whole (OCP MX 1.0, 5.3).
-        sparse: n and m, or text such as ``"2:4"``: of every m consecutive numbers the n of largest magnitude are kept,
-            and the others become +0. Equal magnitudes keep their order, so the first ones stay. A NaN counts as larger
-            than an infinity. A shorter last group keeps up to n as well. Scales are those of the kept numbers. Stored
+        nan_block: whether a group becomes NaN as a whole if it holds an infinity or NaN, or asks for a larger scale
+            than there is (OCP MX 1.0, 5.3).
+        sparse: n and m, or a text like ``"2:4"``. Of every m consecutive numbers the n of largest magnitude are kept.
+            The others become +0. Equal magnitudes keep their order, so the first ones stay. A NaN counts as larger than
+            an infinity. A shorter last group keeps up to n as well. Scales are chosen for the kept numbers. Stored
             arrays hold the codes of the kept numbers, and one bit for every number. Default None: all are kept.
         sparse_axis: the axis along which `sparse` counts. Default None: the last axis of `group`, else -1.
 
@@ -349,7 +349,7 @@ class ScaledFormat:
         check_scaled_format(self)
 
     def __call__(self, **changes: Any) -> ScaledFormat:
-        """This format with fields changed; a `channel` takes the place of a group, and the reverse.
+        """This format with fields changed; a `channel` replaces a group, and the reverse.
 
         Args:
             changes: fields by name.
@@ -501,8 +501,8 @@ class ScaledFormat:
         With `sparse`, also one bit that says whether a number is stored, and the code of n of every m.
 
         Args:
-            shape: of the array. Default None: any large one of whole groups, of which a scale of a whole axis or tensor
-                takes no share.
+            shape: of the array. Default None: any large shape of whole groups. The scale of a whole axis or tensor does
+                not count there.
 
         Example:
             >>> import jchop as jc
@@ -603,7 +603,7 @@ def add_to_catalogue(fmt: ScaledFormat) -> ScaledFormat:
 def bfp(bits: int, group: Any = None, **options: Any) -> ScaledFormat:
     """Block floating point: integers of `bits` bits, sign included, under a power of two.
 
-    With E = floor(log2 a) of a group's largest magnitude a, the values are the multiples of 2^(E + 2 - bits) up to
+    Let a be a group's largest magnitude and E = floor(log2 a). The values are the multiples of 2^(E + 2 - bits) up to
     2^E (2 - 2^(2 - bits)) either way.
 
     Args:
@@ -631,15 +631,15 @@ def parse_format(text: str) -> ElementFormat | ScaledFormat:
     """The format that a text names.
 
     Args:
-        text: in any case, a name (``binary16``, ``float8_e4m3fn``, ``e4m3fn``, MATLAB chop's ``h s d b t q43 q52``), a
-            pattern (``e5m10``, ``e5m3fn``, ``e5m3fnuz``, ``ue5m3``, ``fixed4.4``, ``ufixed4.4``, ``integer8``,
-            ``uinteger4``, ``binary8p3se``, ``posit16``, ``takum_linear16``), or ``codebook(-1,0,1)``.
-            Options follow in parentheses: ``e4m3(bias=11)``,
+        text: a name, a pattern, or ``codebook(-1,0,1)``, in upper or lower case. Names are ``binary16``,
+            ``float8_e4m3fn``, ``e4m3fn``, and MATLAB chop's ``h s d b t q43 q52``. Patterns are like ``e5m10``,
+            ``e5m3fn``, ``e5m3fnuz``, ``ue5m3``, ``fixed4.4``, ``ufixed4.4``, ``integer8``, ``uinteger4``,
+            ``binary8p3se``, ``posit16`` and ``takum_linear16``. Options follow in parentheses: ``e4m3(bias=11)``,
             ``fixed4.4(symmetric=true)``, ``integer8(narrow=true)``. Any of these is scaled if the options name a field
-            of `ScaledFormat`: ``e4m3fn(channel=-1)``, ``fixed4.4(group=tensor)``, ``e2m1fn(group=(2,16))``. Always
-            scaled are ``int8``, ``uint4`` and their like, integers under one scale of the tensor unless an option says
-            otherwise (``int4(group=128,axis=0,scale=bfloat16)``, ``int4(group=32,sparse=2:4)``), the names ``mxfp4``,
-            ``nvfp4``, ``nf4`` and their like, and ``bfp8(group=16)``.
+            of `ScaledFormat`: ``e4m3fn(channel=-1)``, ``fixed4.4(group=tensor)``, ``e2m1fn(group=(2,16))``. Some texts
+            are always scaled: the names ``mxfp4``, ``nvfp4``, ``nf4`` and their like, and ``bfp8(group=16)``. So are
+            integers, ``int8``, ``uint4`` and their like. They have one scale of the tensor unless an option says
+            otherwise (``int4(group=128,axis=0,scale=bfloat16)``, ``int4(group=32,sparse=2:4)``).
 
     Raises:
         TypeError: if `text` is not a str.

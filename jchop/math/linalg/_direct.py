@@ -305,9 +305,9 @@ def cholesky(a: Any, spec: SpecLike, key: Key = None) -> Any:
 def qr(a: Any, spec: SpecLike, key: Key = None) -> Any:
     """The factors of a = q r by Householder reflections, with q formed (Higham, sections 19.1 to 19.3; LAPACK's signs).
 
-    With x the part of a column on and below the diagonal: beta = -sign(x_0) ‖x‖, tau = (beta - x_0) / beta, v = x /
-    (x_0 - beta) except v_0 = 1, and I - tau v vᵀ is applied to the columns to the right. A column that is zero below
-    the diagonal, such as the last one of a square matrix, is left as it is, with its sign (tau = 0).
+    Let x be the part of a column on and below the diagonal. Then beta = -sign(x_0) ‖x‖ and tau = (beta - x_0) / beta. v
+    is x / (x_0 - beta), except v_0 = 1. I - tau v vᵀ is applied to the columns to the right. A column that is zero
+    below the diagonal, as the last one of a square matrix, stays as it is, with its sign (tau = 0).
 
     Args:
         a: float16, bfloat16, float32 or float64, shape (..., m, n) with m >= n. Rounded to `spec` first.

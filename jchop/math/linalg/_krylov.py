@@ -57,7 +57,7 @@ class LinearOperator:
 def as_linear_operator(name: str, function: Callable[..., Any], n: int, dtype: Any) -> tuple[LinearOperator, list[Any]]:
     """A function of vectors of n elements of a wide dtype, traced with the settings of the user, and its arrays.
 
-    The arrays of a function that is a pytree, such as `jax.tree_util.Partial`, are arguments of it.
+    The arrays of a function that is a pytree, for example `jax.tree_util.Partial`, are arguments of it.
     """
     leaves, tree = jax.tree.flatten(function)
     if len(leaves) == 1 and leaves[0] is function:
@@ -240,7 +240,7 @@ def cg(
         spec: a `jchop.Spec`, a format or text: the rounding of every operation; sums run one term after the other.
         key: a typed key, needed if `spec` is stochastic. Column j draws as iteration j of a loop. Default None.
         x0: the start, of the shape of `b`. Default None: zeros.
-        tol: relative tolerance, a number of any kind. Default 1e-5; 0 with ``atol=0`` takes all steps until the
+        tol: relative tolerance, a number of any kind. Default 1e-5; 0 with ``atol=0`` makes all steps until the
             residual is zero. Another tolerance needs no new compilation.
         atol: absolute tolerance. Default 0.
         maxiter: the most steps, >= 1. Default None: 10 n.
@@ -248,8 +248,9 @@ def cg(
             positive definite. Default None.
 
     Returns:
-        x, of the shape of `b` with the leading axes of all; and rᵀr before each step and after the last, shape (maxiter
-        + 1,), after the leading axes and the axis of columns. After the method stops, the last value is repeated.
+        x, of the shape of `b` with the leading axes of all. Then rᵀr before each step and after the last one. Its shape
+        is (maxiter + 1,), after the leading axes and the axis of columns. After the method stops, the last value is
+        repeated.
 
     Raises:
         TypeError, ValueError: as for `jchop.math.sin`, or for shapes that do not fit.
@@ -309,7 +310,7 @@ def gmres(
     """The generalized minimal residual method for a x = b (Saad and Schultz 1986), as `jax.scipy.sparse.linalg.gmres`.
 
     The basis is orthogonalized by modified Gram-Schmidt, the small problem solved by Givens rotations. The method stops
-    before a cycle if the norm of M (b - a x) is at most max(tol √(bᵀb), atol); this comparison is made in the dtype.
+    before a cycle if the norm of M (b - a x) is at most max(tol √(bᵀb), atol). This comparison is made in the dtype.
 
     Args:
         a: float16, bfloat16, float32 or float64, shape (..., n, n), or a linear operator as in `jchop.math.linalg.cg`.
@@ -469,21 +470,22 @@ def refine(
 ) -> Any:
     """Iterative refinement of a x = b in three precisions: of the factors a = l u, of x, and of the residual b - a x.
 
-    With l u = a in ``factor`` and x the solution from it, in every step: r = b - a x in ``residual``, rounded to
-    ``working``; a d = r; and x + d in ``working``. d comes from the factors in ``factor`` (``method="lu"``), or from
-    GMRES in ``working`` on (l u)⁻¹ a d = (l u)⁻¹ r, with products with (l u)⁻¹ a in ``residual`` (``method="gmres"``).
-    With unit roundoffs u_f, u, u_r = u² and κ the condition number in the maximum norm, the iterates converge to a
-    backward error of about u if κ u_f, for GMRES κ² u_f² u, is somewhat less than 1: E. Carson and N. J. Higham, SIAM
-    J. Sci. Comput. 40 (2018) A817-A847, table 5.1; for binary16, binary32 and binary64 up to κ of 10³ to 10⁴, and 10⁸.
+    Factors l u = a are in ``factor``, and x begins as the solution from them. Every step computes r = b - a x in
+    ``residual``, rounded to ``working``; solves a d = r; and adds x + d in ``working``. With ``method="lu"`` d comes
+    from the factors, in ``factor``. With ``method="gmres"`` d comes from GMRES in ``working`` on (l u)⁻¹ a d = (l u)⁻¹
+    r, with products with (l u)⁻¹ a in ``residual``. Let u_f, u and u_r = u² be the unit roundoffs, and κ the condition
+    number in the maximum norm. The iterates converge to a backward error of about u if κ u_f (for GMRES κ² u_f² u) is
+    somewhat less than 1: E. Carson and N. J. Higham, SIAM J. Sci. Comput. 40 (2018) A817-A847, table 5.1; for binary16,
+    binary32 and binary64 up to κ of 10³ to 10⁴, and 10⁸.
 
-    The residual is scaled exactly, by a power of two, to a largest element of 1/2 to 1, so that it does not vanish in a
+    The residual is scaled exactly, by a power of two, to a largest element of 1/2 to 1. So it does not vanish in a
     format of little range. The matrix is not scaled: its elements and the elements of u must be in the range of
     ``factor``.
 
     Args:
         a: float32 or float64 (or of 16 bits), shape (..., n, n); rounded to ``working`` first.
-        b: of the same dtype, or promoted as in `jax.numpy`, shape (n,), or (..., n, k) for k columns, each of which is
-            a system; rounded to ``working`` first.
+        b: of the same dtype, or promoted as in `jax.numpy`. Its shape is (n,), or (..., n, k) for k columns, each of
+            which is a system. It is rounded to ``working`` first.
         factor: a `jchop.Spec`, a format or text, of the factorization.
         working: the spec of x.
         residual: the spec of residuals; the dtype must hold it.
