@@ -524,7 +524,7 @@ def a_general_layer_sums_over_its_own_axes() -> None:
     x, merged = np.random.default_rng(1).standard_normal((3, 3, 3)), merge_lora(adapted)
     np.testing.assert_allclose(adapted(x), merged(x), rtol=1e-4, atol=1e-5)
     batched = nnx.LinearGeneral(3, 4, batch_axis={0: 2}, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"LinearGeneral \(without batch_axis\); exclude the layer"):
+    with pytest.raises(ValueError, match=r"LinearGeneral \(without batch_axis\); exclude it"):
         add_lora(batched, LoraRule("*", rank=2), rngs=nnx.Rngs(1))
 
 
