@@ -161,7 +161,7 @@ def whole_models() -> Iterator[Call]:
     yield Call("nn.Folded", lambda: [type(layer).__name__ for layer in fold().layers[:2]])
     yield Call("nn.correct_biases", lambda: n.correct_biases(model=Net(), quantized=n.quantize(Net(), jc.Rule(**W4), "ptq"), batches=[x], run=lambda m, x: m(x),
                                                              progress=lambda done: None), loose=True)
-    yield Call("nn.quantize_with_data", lambda: (lambda r: (r[0], whole(r[1])))(n.quantize_with_data(model=Net(), rules=jc.Rule(**W4), batches=[x])), loose=True)
+    yield Call("nn.quantize_with_data", lambda: (lambda r: (r[0], whole(r[1])))(n.quantize_with_data(model=Net(), rules=jc.Rule(**W4), batches=[x], steps=jc.ptq.gptq())), loose=True)
     with_ = {"sequential": True, "rngs": None, "progress": lambda done: None}
     yield Call("nn.quantize_with_data options", lambda: n.quantize_with_data(Net(), jc.Rule(**W4), [x], steps=[jc.ptq.gptq(block=8)], **(with_ | {"rngs": rngs()}))[0], loose=True)
     yield Call("ptq.sparse step", lambda: jc.ptq.sparse(2, 4))

@@ -62,7 +62,7 @@ def pictures() -> Iterator[Call]:
         yield Call(f"plot.report {case}", lambda t=title: p.report(seen=low().report(X, trace_values=True), **t), loose=True)
         yield Call(f"plot.blame {case}", lambda t=title: p.blame(seen=low().blame(X), **t, **({"most": 2} if t else {})), loose=True)
         yield Call(f"plot.tune {case}", lambda t=title: p.tune(seen=jc.tune(halves, [(X,)], 1e-2, ["bfloat16", "tf32"]), **t), loose=True)
-        yield Call(f"plot.calibration {case}", lambda t=title: p.calibration(seen=jc.ptq.quantize(mlp, jc.Rule(weight="int4(group=8)"), layers()[0], [layers()[1]])[1], **t), loose=True)
+        yield Call(f"plot.calibration {case}", lambda t=title: p.calibration(seen=jc.ptq.quantize(mlp, jc.Rule(weight="int4(group=8)"), layers()[0], [layers()[1]], jc.ptq.gptq())[1], **t), loose=True)
         yield Call(f"plot.sensitivity {case}", lambda t=title: p.sensitivity(seen=jc.nn.sensitivity(Net(), [f32(coarse("net", (8, 32)))], ["e4m3fn", "e5m2"]), **t), loose=True)
 
 
