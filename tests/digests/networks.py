@@ -161,7 +161,7 @@ def whole_models() -> Iterator[Call]:
     yield Call("nn.fold_batch_norms", lambda: (lambda m: (m(x), m))(fold()), loose=True)
     yield Call("nn.Folded", lambda: [type(layer).__name__ for layer in fold().layers[:2]])
     yield Call("nn.Folded layer", lambda: (lambda layer: (layer(x, use_running_average=True), facts(layer)))(fold().layers[1]))
-    yield Call("nn.quantize_with_data", lambda: (lambda r: (r[0], whole(r[1])))(jc.nn.quantize(Net(), jc.Rule(**W4), "ptq", batches=[x], return_report=True)), loose=True)
+    yield Call("nn.quantize_with_data", lambda: (lambda r: (r[0], whole(r[1])))(jc.nn.quantize(Net(), jc.Rule(**W4), "ptq", batches=[x], steps=jc.ptq.gptq(), return_report=True)), loose=True)
     yield Call("nn.quantize_with_data options", lambda: n.quantize(Net(), jc.Rule(**W4), "ptq", batches=[x], steps=[jc.ptq.sequential(), jc.ptq.gptq(block=8)], rngs=rngs()), loose=True)
     yield Call("ptq.sparse step", lambda: jc.ptq.sparse(2, 4))
     yield Call("nn.report", lambda: (lambda r: (whole(r), facts(r), [facts(row) for row in r.rows]))(n.report(model=Net(), rules=jc.Rule("layers/0", **a8))))

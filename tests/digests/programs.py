@@ -199,19 +199,20 @@ def ptq() -> Iterator[Call]:
         packed, report = jc.quantize_fn(mlp, jc.Rule(**rule)).pack(params=params, batches=[x[:32], x[32:]], return_report=True, **given, **options)
         return packed, whole(report)
 
+    swept = lambda p: p.gptq()
     for name, make in steps.items():
         yield Call(f"ptq.quantize {name}", lambda m=make: run(m), loose=True)
     hqq = {"weight": "uint4(group=8,zero_point=float)"}
     yield Call("ptq.quantize hqq", lambda: run(lambda p: [p.hqq(iterations=5, norm=0.5, weight=4.0, growth=1.1, whole_start=True), p.gptq()], hqq), loose=True)
     for weight in ("nvfp4", "e4m3fn(group=all)", "nf4(group=8)", "int4(group=8,sparse=2:4)", "int4(group=8):stochastic"):
-        yield Call(f"ptq.quantize {weight}", lambda w=weight: run(None, {"weight": w}, **({"key": KEY} if "stochastic" in w else {})), loose=True)
+        yield Call(f"ptq.quantize {weight}", lambda w=weight: run(swept, {"weight": w}, **({"key": KEY} if "stochastic" in w else {})), loose=True)
     yield Call("ptq.quantize sequential", lambda: run(lambda p: [p.sequential(), p.gptq()], {"weight": "int4(group=8)", "activation": "int8(group=all)"}), loose=True)
     for case, options in {"memory": {"memory": "40KiB"}, "progress": {"progress": lambda n: None}}.items():
-        yield Call(f"ptq.quantize {case}", lambda o=options: run(None, {"weight": "int4(group=8)", "activation": "int8(group=all)"}, **o), loose=True)
+        yield Call(f"ptq.quantize {case}", lambda o=options: run(swept, {"weight": "int4(group=8)", "activation": "int8(group=all)"}, **o), loose=True)
 
     def resumed() -> Any:
         with folder() as where:
-            return run(None, rule, resume=where / "run"), run(None, rule, resume=where / "run")
+            return run(swept, rule, resume=where / "run"), run(swept, rule, resume=where / "run")
 
     yield Call("ptq.quantize resume", resumed, loose=True)
     yield Call("ptq.statistics", lambda: {name: (found.gram, found.mean_abs, found.max_abs, found.count) for name, found in jc.ptq.statistics(
@@ -220,7 +221,7 @@ def ptq() -> Iterator[Call]:
     yield Call("InputStatistics", lambda: facts(jc.ptq.statistics(mlp, layers()[0], [layers()[1]])["first"]), loose=True)
     for name in ("gptq", "sign_round", "clip", "hqq", "correct_error", "correct_biases", "smooth", "awq", "rotate"):
         yield Call(f"ptq.{name}", lambda n=name: getattr(jc.ptq, n)())
-    yield Call("PtqReport.plot", lambda: jc.quantize_fn(mlp, jc.Rule(**rule)).pack(layers()[0], batches=[layers()[1]], return_report=True)[1].plot(title="mine"), loose=True)
+    yield Call("PtqReport.plot", lambda: jc.quantize_fn(mlp, jc.Rule(**rule)).pack(layers()[0], batches=[layers()[1]], steps=jc.ptq.gptq(), return_report=True)[1].plot(title="mine"), loose=True)
 
 
 def calls() -> Iterator[Call]:

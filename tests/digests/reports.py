@@ -62,7 +62,7 @@ def pictures() -> Iterator[Call]:
         yield Call(f"Report.plot {case}", lambda t=title: low().report(X, trace_values=True).plot(**t), loose=True)
         yield Call(f"Blame.plot {case}", lambda t=title: low().blame(X).plot(**t), loose=True)
         yield Call(f"Tuning.plot {case}", lambda t=title: jc.tune(halves, ["bfloat16", "tf32"], [(X,)], 1e-2).plot(**t), loose=True)
-        yield Call(f"PtqReport.plot {case}", lambda t=title: jc.quantize_fn(mlp, jc.Rule(weight="int4(group=8)")).pack(layers()[0], batches=[layers()[1]], return_report=True)[1].plot(**t), loose=True)
+        yield Call(f"PtqReport.plot {case}", lambda t=title: jc.quantize_fn(mlp, jc.Rule(weight="int4(group=8)")).pack(layers()[0], batches=[layers()[1]], steps=jc.ptq.gptq(), return_report=True)[1].plot(**t), loose=True)
         yield Call(f"Sensitivity.plot {case}", lambda t=title: jc.nn.sensitivity(Net(), ["e4m3fn", "e5m2"], [f32(coarse("net", (8, 32)))]).plot(**t), loose=True)
 
 
