@@ -135,7 +135,8 @@ def _check_qarrays(x: Any, w: Any) -> None:
     refuse_qarray_dicts("x", x)
     refuse_qarray_dicts("w", w)
     if not isinstance(x, QArray) and not isinstance(w, QArray):
-        raise TypeError(f"x is a {type(x).__name__} and w a {type(w).__name__}; one of them must be a QArray")
+        kinds = f"x is a {type(x).__name__} and w a {type(w).__name__}"
+        raise TypeError(f"{kinds}; one of them must be a QArray; jchop.math.dot takes floats")
 
 
 def _qarray_product(
