@@ -1,7 +1,7 @@
 """Every kernel and its XLA body on an NVIDIA GPU, beside a device copy and a bf16 matrix product.
 
     python benchmarks/gpu.py                         # checks the bits against the CPU first, then times
-    python benchmarks/gpu.py --table docs/gpu.md     # and writes the table there
+    python benchmarks/gpu.py --table table.md        # and writes the table there, for docs/measurements/gpu.md
     python benchmarks/gpu.py --small                 # small sizes: a rehearsal of every row
 
 Needs a GPU of compute capability 8.0 or more. Every row is timed in the same process, in random order, by its median;

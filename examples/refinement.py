@@ -1,7 +1,7 @@
 """Iterative refinement in three precisions: convergence with low-precision factors by condition number.
 
     python examples/refinement.py --plot refinement.png
-    python examples/refinement.py --full                     # the first table of docs/math.md, some eight minutes
+    python examples/refinement.py --full                     # the tables of docs/measurements/math.md, eight minutes
     python examples/refinement.py --full --working binary64  # the second one
 
 Random matrices of order n have singular values that fall geometrically, from 1 to 10^-1 ... 10^-9; rows are labelled by
@@ -129,7 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument("--small", action="store_true", help="few and small systems")
-    sizes.add_argument("--full", action="store_true", help="the systems of docs/math.md: some eight minutes")
+    sizes.add_argument("--full", action="store_true", help="the systems of the documentation: some eight minutes")
     parser.add_argument("--working", default="binary32", choices=("binary32", "binary64"), help="the precision of x")
     parser.add_argument("--plot", type=Path, help="a PNG to draw the errors into")
     options = parser.parse_args()

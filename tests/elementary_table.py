@@ -1,6 +1,6 @@
 """Counts of wrong results of the elementary functions, over every argument of a format and every mode.
 
-`python tests/elementary_table.py` writes the table of docs/math.md to stdout, in some minutes.
+`python tests/elementary_table.py` writes the table of docs/measurements/math.md to stdout, in some minutes.
 """
 
 from __future__ import annotations

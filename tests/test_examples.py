@@ -106,6 +106,20 @@ def a_mix_of_layers_beats_eight_bits_at_both_ends(monkeypatch, capsys, tmp_path)
     assert mixes[min(mixes)] < min(single, float(ends[-1])) and min(mixes) <= 4.5 < float(ends[-2])
 
 
+def three_results_of_the_first_minute(monkeypatch, capsys, tmp_path):
+    for package in ("optax", "sklearn"):
+        pytest.importorskip(package)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    rows = printed("first_minute", monkeypatch, capsys, tmp_path)
+    assert rows[0][:5] == ["variance", "0.0789,", "in", "bfloat16", "0.5000;"]
+    states = {row[0]: (int(row[1]), float(row[-1])) for row in rows if row[0].startswith("adamw")}
+    (wide, loss), (packed, same) = states["adamw"], states["adamw8bit"]
+    assert packed < 0.4 * wide and same == pytest.approx(loss, rel=0.1)
+    scores = {row[0]: (float(row[2]), int(row[3])) for row in rows if row[1] == "accuracy"}
+    (best, size), (score, small) = scores["float32"], scores["int4(group=32)"]
+    assert score > best - 0.02 and small < 0.25 * size
+
+
 def posits_keep_as_many_digits_as_their_fraction_has_bits(monkeypatch, capsys, tmp_path):
     posits = load("posits")
     # The error of a fraction of f bits is uniform: from 2^e to 2^(e+1) another bit is another log10(2) digits.
@@ -127,6 +141,7 @@ SHOWN = (
     each_bit_moves_the_horizon_of_lorenz,
     a_mix_of_layers_beats_eight_bits_at_both_ends,
     posits_keep_as_many_digits_as_their_fraction_has_bits,
+    three_results_of_the_first_minute,
 )
 
 

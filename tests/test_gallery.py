@@ -43,7 +43,14 @@ def test_a_notebook_has_the_whole_script_and_runs_it(example: Any) -> None:
 
 def test_a_page_shows_all_parts() -> None:
     text = gallery.page(TABLE[0], "1 2 3\n")
-    for part in (TABLE[0].title, TABLE[0].learn, "stagnation.png", "stagnation.ipynb", "1 2 3", "literalinclude"):
+    for part in (
+        TABLE[0].title,
+        TABLE[0].learn,
+        f"{TABLE[0].script}.png",
+        f"{TABLE[0].script}.ipynb",
+        "1 2 3",
+        "literalinclude",
+    ):
         assert part in text
     assert all(f"({example.script}.md)" in gallery.index(TABLE) for example in TABLE)
 

@@ -23,7 +23,10 @@ further = Further()
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
     str(page.relative_to(ROOT))
-    for page in [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("docs/tasks/*.md")]
+    for page in [
+        ROOT / "README.md",
+        *(page for folder in ("docs", "docs/tasks", "docs/measurements") for page in (ROOT / folder).glob("*.md")),
+    ]
     if "```python\n" in page.read_text(encoding="utf-8")
 )
 #: Pages whose code needs a package that is no part of the test environment.
@@ -86,9 +89,9 @@ def python_blocks_run_and_show_what_they_give(page: str, tmp_path: Path, monkeyp
 
 
 def console_lines() -> list[tuple[str, str]]:
-    """(command, shown output) of every `$ jchop` line in README.md."""
+    """(command, shown output) of every `$ jchop` line on the page of the command line."""
     result = []
-    for _, block in blocks("README.md", "console"):
+    for _, block in blocks("docs/command_line.md", "console"):
         for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
             command, _, shown = part.partition("\n")
             result.append((command, shown.strip("\n")))
@@ -99,7 +102,7 @@ def test_the_main_pages_show_code() -> None:
     assert {"README.md", "docs/index.md", "docs/formats.md", "docs/numerics.md"} <= set(PAGES)
 
 
-def test_readme_shows_the_command_line() -> None:
+def test_a_page_shows_the_command_line() -> None:
     verbs = {command.split()[1] for command, _ in console_lines()}
     assert verbs >= {"formats", "info", "round", "study"}
 
@@ -139,7 +142,7 @@ def commands_for_a_fresh_machine_are_marked() -> None:
         assert found[1].endswith(last), found[1]
 
 
-@each("folder", [".", "docs", "docs/tasks", "examples/llama"])
+@each("folder", [".", "docs", "docs/tasks", "docs/measurements", "examples/llama"])
 def test_links_have_a_text_and_a_file(folder: str) -> None:
     """Pages are read as plain Markdown, too: nothing is there that only Sphinx makes."""
     for page in (ROOT / folder).glob("*.md"):

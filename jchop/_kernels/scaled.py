@@ -236,7 +236,7 @@ round_scaled_op = make_op(
     "jchop_round_scaled",
     round_body,
     tpu=_kernel_on("tpu", quantizes=False),
-    # Of other scales the kernel's exact quotients take longer than XLA's (`docs/gpu.md`).
+    # Of other scales the kernel's exact quotients take longer than XLA's (`docs/measurements/gpu.md`).
     gpu=_kernel_on("gpu", quantizes=False, profitable=lambda *_, plan, **__: plan.is_power),
     like_first=True,
     by_backend=True,

@@ -108,8 +108,8 @@ def bound(x: np.ndarray, top: int) -> np.ndarray:
 def stochastic_sums_are_unbiased(bits: int, ranks: int, rng: np.random.Generator) -> None:
     """The mean of 256 draws has 1/16 of the error of one, and no bias.
 
-    So many draws show a bias of 1e-4 in int8; in int4 it is below the 8e-4 that 2^20 numbers show. docs/distributed.md
-    has the figure for 2^28 numbers.
+    So many draws show a bias of 1e-4 in int8; in int4 it is below the 8e-4 that 2^20 numbers show. The figure
+    for 2^28 numbers stands in docs/measurements/distributed.md.
     """
     size, draws = 1 << 12, 256
     x = jnp.asarray(rng.standard_normal((ranks, size)), jnp.float32)

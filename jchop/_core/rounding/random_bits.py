@@ -35,8 +35,8 @@ array, this is the strongest. It has three multiplications, with a seed before e
 shifted or permuted copies of one sequence. With ``y`` added, words repeat as often as random words do; in a permutation
 of the counter they would never repeat. Rounding float32 to bfloat16 takes 2.0 and to e4m3 2.9 times as long as an
 in-place copy; with Threefry-20, also written out, 11 times, with ``jax.random.bits`` over 100 times. Over 20 keys of
-2**24 words no statistic of the tests exceeds 3.4 standard deviations. docs/randomness.md has the figures and the
-limits. It is not a cryptographic generator.
+2**24 words no statistic of the tests exceeds 3.4 standard deviations. docs/randomness.md has the limits, and
+docs/measurements/randomness.md the figures. It is not a cryptographic generator.
 """
 
 from __future__ import annotations

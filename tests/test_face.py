@@ -1,0 +1,106 @@
+"""The size of the public face: names, ways to do one thing, parameters and their order."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from test_public_names import MODULES
+
+from jchop.formats import ElementFormat, ScaledFormat
+
+ROOT = Path(__file__).resolve().parents[1]
+PUBLIC_MODULES = [name for name in MODULES if "._" not in name and not name.endswith("__main__")]
+#: The names of `jchop.math` that these have are known to their readers.
+OF_JAX = (jnp, jax.nn, jnp.linalg, jax.lax, jax.scipy.special)
+#: Where a name of a parameter stands: what a function works on, then how, then data, then the key.
+PLACES = {
+    **dict.fromkeys(("spec", "rules", "menu", "formats", "layout", "mode", "algorithm"), 1),
+    **dict.fromkeys(("batches", "inputs", "steps", "like"), 2),
+    "key": 3,
+}  # fmt: skip
+#: Words of other functions for what has one here.
+OTHER_WORDS = {"run", "data", "folder", "filename", "directory", "example_inputs", "samples_data", "rng"}
+
+
+def public() -> dict[str, Any]:
+    """Every public name, without the formats and the names of JAX."""
+    found = {}
+    for name in PUBLIC_MODULES:
+        module = importlib.import_module(name)
+        for attribute in getattr(module, "__all__", ()):
+            value = getattr(module, attribute)
+            known = name.startswith("jchop.math") and any(hasattr(other, attribute) for other in OF_JAX)
+            if not known and not isinstance(value, ElementFormat | ScaledFormat):
+                found[f"{name}.{attribute}".removeprefix("jchop.")] = value
+    return found
+
+
+FACE = public()
+FUNCTIONS = {name: value for name, value in FACE.items() if inspect.isfunction(value)}
+
+
+def ways(*words: str) -> set[str]:
+    """The functions whose names have one of the words, those of twins of other libraries apart."""
+    return {
+        name
+        for name in FUNCTIONS
+        if not name.startswith(("compat.", "matlab.")) and set(re.split(r"[._]", name)) & set(words)
+    }
+
+
+def calls_on_pages() -> Iterator[str]:
+    """The names that README, pages and examples call, each as often as it is called."""
+    for pattern in ("README.md", "docs/**/*.md", "examples/**/*.py"):
+        for path in ROOT.glob(pattern):
+            yield from re.findall(r"\b(?:jc|jchop)\.((?:\w+\.)*\w+)\(", path.read_text(encoding="utf-8"))
+
+
+def parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    return list(inspect.signature(function).parameters.values())
+
+
+def test_a_stranger_meets_few_names() -> None:
+    assert len(FACE) <= 220, sorted(FACE)
+
+
+def test_one_thing_has_few_ways() -> None:
+    weights = ways("quantize") - {"optim.quantize_state"}  # states of optimizers are no weights
+    assert weights == {"quantize", "quantize_fn", "nn.quantize", "nn.quantize_params", "torch.quantize"}
+    rounds = ways("round") - {"ptq.sign_round", "plot.rounding_error"}
+    assert rounds == {
+        "round_to_format", "round_file", "torch.round_to_format", "optim.round_updates", "optim.round_params",
+    }  # fmt: skip
+    calibrates = ways("calibrate") | {
+        f"{cls.__name__}.calibrate" for cls in FACE.values() if inspect.isclass(cls) and "calibrate" in vars(cls)
+    }
+    assert calibrates <= {"nn.calibrate", "QuantizedFunction.calibrate", "Quantized.calibrate"}
+
+
+def test_the_functions_of_the_pages_have_few_parameters() -> None:
+    called = [name for name, _ in Counter(calls_on_pages()).most_common() if name in FUNCTIONS]
+    counts = {name: len(parameters(FUNCTIONS[name])) for name in called[:20]}
+    assert sum(counts.values()) <= 110, counts
+
+
+def test_parameters_stand_in_one_order_and_have_one_word() -> None:
+    wrong = []
+    for name, function in FUNCTIONS.items():
+        if name.startswith(("compat.", "matlab.", "math.")):
+            continue
+        positional = [p.name for p in parameters(function) if p.kind is p.POSITIONAL_OR_KEYWORD]
+        places = [PLACES.get(parameter, 0) for parameter in positional]
+        first = next((i for i, place in enumerate(places) if place), len(places))
+        after = [place for place in places[first:] if place]
+        if after != sorted(after) or "key" in positional[:-1]:
+            wrong.append(f"{name}({', '.join(positional)})")
+        wrong += [f"{name}: {p.name}=" for p in parameters(function) if p.name in OTHER_WORDS]
+    assert not wrong
+
