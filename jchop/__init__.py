@@ -12,8 +12,8 @@ from jchop._round.flip import flip_bits
 from jchop._round.round_to_format import random_bits, round_to_format
 from jchop._spec.accumulation import TENSOR_CORES, MatmulSpec, Order, TensorCore, tensor_core
 from jchop._spec.spec import Gradient, Spec, finfo
+from jchop._storage import QArray, dequantize, fit_scale, from_qwix, load, quantize, save, to_qwix
 from jchop.formats.rounding import Overflow, Rounding
-from jchop.storage import QArray, dequantize, fit_scale, from_qwix, load, quantize, save, to_qwix
 
 __version__ = "0.1.0"
 
@@ -35,7 +35,7 @@ if _typing.TYPE_CHECKING:
     from jchop._quantized.quantize_fn import quantize_fn
     from jchop._serving.attention import dot_product_attention
     from jchop._serving.kv_cache import KVCache
-    from jchop.storage._chunks import round_file
+    from jchop._storage._chunks import round_file
 
 __getattr__, __dir__ = _on_demand(
     __name__,
@@ -56,7 +56,7 @@ __getattr__, __dir__ = _on_demand(
         "jchop._quantized.products.rule": ("Rule",),
         "jchop._quantized.products.scale_from": ("LSQ", "DelayedScaling", "MovingAverage"),
         "jchop._quantized.program.scale_slots": ("Scales",),
-        "jchop.storage._chunks": ("round_file",),
+        "jchop._storage._chunks": ("round_file",),
         "jchop._insight.tune": ("Tuning", "tune"),
     },
     {name: f"jchop.formats.{formats.ALIASES[name]}, or its text {name!r}" for name in formats.ALIASES}
@@ -71,6 +71,7 @@ __getattr__, __dir__ = _on_demand(
         "save_safetensors": "jchop.save(path, tree)",
         "load_safetensors": "jchop.load(path) or jchop.load(path, like=tree)",
         "dequantize_params": "jchop.dequantize(params)",
+        "storage": "its names in jchop: jchop.quantize, jchop.save, jchop.save_checkpoint ...",
     },
 )
 

@@ -21,7 +21,7 @@ import numpy as np
 
 import jchop as jc
 from jchop.__main__ import main
-from jchop.storage._chunks import TensorRule, quantize_file
+from jchop._storage._chunks import TensorRule, quantize_file
 
 #: What takes the place of a value. Texts between @ are put into the JSON as they are.
 HOSTILE: list[Any] = [

@@ -19,9 +19,9 @@ from further import Further
 
 import jchop as jc
 from jchop import matlab
+from jchop._storage import fit_half_quadratic
 from jchop.compat import piquant, pychop
 from jchop.compat.qtorch import quant as qtorch
-from jchop.storage import fit_half_quadratic
 
 further = Further()
 

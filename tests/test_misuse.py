@@ -16,9 +16,9 @@ from jax.experimental.sparse import BCOO
 
 import jchop as jc
 import jchop.matlab
+from jchop._storage import fit_half_quadratic
 from jchop.compat import piquant, pychop
 from jchop.compat.qtorch import quant as qtorch
-from jchop.storage import fit_half_quadratic
 
 X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
 MASKED = np.ma.masked_array(X, X > 0)

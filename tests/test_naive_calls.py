@@ -157,6 +157,7 @@ ANSWERED: dict[str, tuple[Callable[[], Any], str]] = {
     "like= by position": (lambda: untyped.load_checkpoint("x", model()), "what is to be filled is like="),
     "nested=": (lambda: untyped.load("x", nested=True), "load gives the saved dicts and lists"),
     "a model of Linen in a file": (lambda: jc.save("x", linen.Dense(4)), "of a module of Linen, pass the variables"),
+    "a name of storage": (lambda: untyped.storage.quantize(W, "int8"), "write its names in jchop: jchop.quantize"),
     "dequantize_params": (lambda: untyped.dequantize_params({}), r"write jchop.dequantize\(params\)"),
     "a state and a list": (lambda: untyped.optim.quantize_state(optax.adam(0.1), [jc.Rule(weight="int8")]), "spec="),
     "a state and a pattern of no array": (

@@ -26,7 +26,7 @@ CORE = (
     "_core",
     "_kernels",
     "_round",
-    "storage",
+    "_storage",
     "_program",
     "_emulate",
     "math",
@@ -72,8 +72,8 @@ ONLY_IN: dict[str, set[str]] = {
     "matplotlib": {"plot"},
     "sklearn": {"study"},
     "torch": {"torch", "compat"},
-    "qwix": {"storage"},
-    "treescope": {"storage"},
+    "qwix": {"_storage"},
+    "treescope": {"_storage"},
     "dask": set(),
     "equinox": {"nn"},
 }
@@ -352,7 +352,7 @@ def test_rounding_modes_are_told_apart_in_one_table() -> None:
     named = {
         module: {node.attr for node in nodes_of(module) if is_mode(node)} - {"NEAREST_EVEN"}
         for module in FILES
-        if place_of(module) in ("_core", "_kernels", "formats", "math", "storage", "_emulate")
+        if place_of(module) in ("_core", "_kernels", "formats", "math", "_storage", "_emulate")
     }
     assert {module for module, modes in named.items() if len(modes) > 3} == MODES_IN
 

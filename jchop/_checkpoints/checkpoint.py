@@ -21,10 +21,10 @@ from jchop._common.checks import check, check_bool, check_choice, place_in_error
 from jchop._common.files import as_path, short_text
 from jchop._common.on_demand import is_module_of, load_name
 from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint
-from jchop.storage._array import QArray, named_sharding_of
-from jchop.storage._files.safetensors import ShardFiles
-from jchop.storage._quantize import StoredAs
-from jchop.storage._save import (
+from jchop._storage._array import QArray, named_sharding_of
+from jchop._storage._files.safetensors import ShardFiles
+from jchop._storage._quantize import StoredAs
+from jchop._storage._save import (
     QARRAYS_KEY,
     join_qarray,
     leaves_by_name,

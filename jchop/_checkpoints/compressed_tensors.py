@@ -17,11 +17,11 @@ from jchop._checkpoints import row
 from jchop._common.checks import check
 from jchop._common.files import short_text
 from jchop._spec.spec import Spec
+from jchop._storage._array import QArray
+from jchop._storage._axis_groupings import OWN_SCALE
+from jchop._storage._codes import batch_axes, load_codes, store_codes
 from jchop.formats._catalogue import float4_e2m1fn, float8_e4m3fn, float8_e8m0fnu
 from jchop.formats.scaled.catalogue import mxfp4, mxfp8_e4m3, nvfp4
-from jchop.storage._array import QArray
-from jchop.storage._axis_groupings import OWN_SCALE
-from jchop.storage._codes import batch_axes, load_codes, store_codes
 
 #: Widths that may be packed.
 _PACK_WIDTHS = range(2, 9)

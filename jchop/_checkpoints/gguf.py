@@ -19,9 +19,9 @@ from jchop._checkpoints.layouts import offset_array
 from jchop._checkpoints.row import cast_exactly, integer_array, pieces, unsigned_pieces
 from jchop._common.checks import check, place_in_errors
 from jchop._common.files import MOST_ENTRIES, RegularFile, open_regular_file, short_text
+from jchop._storage._array import QArray
+from jchop._storage._axis_groupings import OWN_SCALE, AxisGrouping
 from jchop.formats import IntegerFormat
-from jchop.storage._array import QArray
-from jchop.storage._axis_groupings import OWN_SCALE, AxisGrouping
 
 _GGUF_MAGIC = b"GGUF"
 #: The number of bytes of a value by type; strings (8) and arrays (9) have their own.

@@ -16,12 +16,12 @@ from jchop._checkpoints import row
 from jchop._checkpoints.compressed_tensors import integer_array_by_index
 from jchop._common.checks import check, place_in_errors
 from jchop._common.files import json_object, short_text
+from jchop._storage._array import QArray
+from jchop._storage._axis_groupings import OWN_SCALE, AxisGrouping, grouping_fields
+from jchop._storage._files.safetensors import are_counts
 from jchop.formats import IntegerFormat, ScaledFormat
 from jchop.formats._catalogue import float8_e4m3fn
 from jchop.formats.scaled.catalogue import nf4
-from jchop.storage._array import QArray
-from jchop.storage._axis_groupings import OWN_SCALE, AxisGrouping, grouping_fields
-from jchop.storage._files.safetensors import are_counts
 
 _GPTQ_PARTS = ("qweight", "qzeros", "scales")
 #: Widths of AutoGPTQ.

@@ -16,12 +16,12 @@ from jchop._common.checks import check
 from jchop._quantized.products.operand_layout import OperandLayout
 from jchop._quantized.products.rule import Rule
 from jchop._quantized.program.weight_layout import StoredAs
+from jchop._storage import QArray
+from jchop._storage._array import named_sharding_of
 from jchop.nn._nnx.layer_kinds import NNX_KINDS, NnxKind, attach, param_layout
 from jchop.nn._nnx.layers import QUANTIZED_CLASSES, layer_entries
 from jchop.nn._nnx.lora import Adapted
 from jchop.nn._nnx.nodes import ModuleEntry, QuantizedParam
-from jchop.storage import QArray
-from jchop.storage._array import named_sharding_of
 
 T = TypeVar("T", bound=nnx.Module)
 

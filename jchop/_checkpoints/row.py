@@ -12,12 +12,12 @@ import numpy as np
 from jchop._common.checks import check
 from jchop._common.files import short_text
 from jchop._spec.spec import Spec
+from jchop._storage._array import QArray
+from jchop._storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping, axis_groupings, grouping_fields
+from jchop._storage._codes import batch_axes, load_codes, spec_of_part, store_codes
+from jchop._storage._files.safetensors import TensorEntry
 from jchop.formats import ElementFormat, IntegerFormat, ScaledFormat
 from jchop.formats._catalogue import bfloat16, binary16, binary32, float8_e8m0fnu
-from jchop.storage._array import QArray
-from jchop.storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping, axis_groupings, grouping_fields
-from jchop.storage._codes import batch_axes, load_codes, spec_of_part, store_codes
-from jchop.storage._files.safetensors import TensorEntry
 
 #: The tensors of a weight, by the end of their names: ``weight_packed``, ``weight_scale``.
 TensorParts = Mapping[str, np.ndarray]

@@ -17,7 +17,7 @@ from jchop._checkpoints import layouts
 from jchop._checkpoints.row import BYTE, LayoutFacts, LayoutRow, config_groups, fact_field
 from jchop._common.checks import check, place_in_errors
 from jchop._common.files import json_object, short_text
-from jchop.storage._files.safetensors import ShardFiles, TensorEntry
+from jchop._storage._files.safetensors import ShardFiles, TensorEntry
 
 #: The field of ``config.json``, and the ends of the names of weights.
 CONFIG_FIELD, WEIGHT_NAME = "quantization_config", "weight"

@@ -35,10 +35,10 @@ from jchop._common import files
 from jchop._common.checks import check, check_bool, check_choice, check_int
 from jchop._common.on_demand import is_module_of, load_name
 from jchop._round.arguments import has_tracer
-from jchop.storage._array import QArray
-from jchop.storage._files import safetensors
-from jchop.storage._quantize import StoredAs, dequantize
-from jchop.storage._save import leaves_by_name, qarray_description, qarray_metadata, qarray_tensors, split_model
+from jchop._storage._array import QArray
+from jchop._storage._files import safetensors
+from jchop._storage._quantize import StoredAs, dequantize
+from jchop._storage._save import leaves_by_name, qarray_description, qarray_metadata, qarray_tensors, split_model
 
 #: Bytes of arrays that make one file, and the most that are in memory together, except for a larger array.
 SHARD_BYTES = 1 << 28

@@ -23,9 +23,9 @@ from jchop._common.checks import check, first_names, place_in_errors
 from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint
 from jchop._insight.compare import COMPARISON_SCALES, Comparison, compare, default_formats
 from jchop._spec.spec import as_spec
-from jchop.storage import QArray, dequantize, quantize
-from jchop.storage._chunks import TensorReport, TensorRule, choose_rules, fates_of, quantize_file, tensor_rule_error
-from jchop.storage._files.npy import NpyFile
+from jchop._storage import QArray, dequantize, quantize
+from jchop._storage._chunks import TensorReport, TensorRule, choose_rules, fates_of, quantize_file, tensor_rule_error
+from jchop._storage._files.npy import NpyFile
 
 
 def _run_quantize(options: argparse.Namespace) -> None:

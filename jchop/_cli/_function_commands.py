@@ -25,7 +25,7 @@ from jchop._common.checks import check, close_names_hint, place_in_errors, short
 from jchop._common.files import open_regular_file, require_extra
 from jchop._program.step import is_library_file
 from jchop._spec.spec import as_spec
-from jchop.storage import load, save
+from jchop._storage import load, save
 from jchop.study._function_study import FUNCTION_FORMATS, FUNCTION_MODES, run_function
 from jchop.study._run import DATASETS, FORMATS, MODES, ProgressBar
 

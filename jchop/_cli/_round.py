@@ -243,8 +243,8 @@ def _error_cell(value: Fraction | float, digits: int, write: Callable[[float], A
 
 def _round_npy_file(options: argparse.Namespace, spec: Spec, key: Any) -> None:
     check(len(options.values) <= 1, f"a .npy file must be the only value; got {len(options.values)} values")
-    from jchop.storage._chunks import RoundedChunks
-    from jchop.storage._files.npy import NpyFile
+    from jchop._storage._chunks import RoundedChunks
+    from jchop._storage._files.npy import NpyFile
 
     path = Path(options.values[0])
     with NpyFile(path, str(path), CARRIER_NUMPY_DTYPES.get(options.carrier)) as file:

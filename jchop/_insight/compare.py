@@ -18,9 +18,9 @@ from jchop._core.rounding.grid import carrier_holds
 from jchop._round.arguments import as_array
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Gradient, Spec, SpecLike, as_spec
+from jchop._storage._codes import clip_mask
+from jchop._storage._quantize import quantize
 from jchop.formats import ElementFormat, ScaledFormat
-from jchop.storage._codes import clip_mask
-from jchop.storage._quantize import quantize
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

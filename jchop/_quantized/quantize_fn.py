@@ -49,7 +49,7 @@ from jchop._quantized.program.weight_layout import (
     weight_scale_state,
 )
 from jchop._round.arguments import check_key
-from jchop.storage._array import refuse_qarray_dicts
+from jchop._storage._array import refuse_qarray_dicts
 
 Array = jax.Array
 

@@ -20,9 +20,9 @@ from jchop._common.checks import check, check_int, place_in_errors
 from jchop._quantized.products.rule import check_cache_spec
 from jchop._round.arguments import has_tracer
 from jchop._spec.spec import Spec, SpecLike, as_spec
-from jchop.storage import QArray, dequantize, quantize
-from jchop.storage._array import register_export
-from jchop.storage._axis_groupings import axes_from_end
+from jchop._storage import QArray, dequantize, quantize
+from jchop._storage._array import register_export
+from jchop._storage._axis_groupings import axes_from_end
 
 Array = jax.Array
 _KVSpec = SpecLike | None

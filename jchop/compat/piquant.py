@@ -22,10 +22,10 @@ import numpy as np
 
 from jchop._common.checks import as_numpy, check, check_choice, check_int
 from jchop._spec.spec import Spec
+from jchop._storage import QArray, fit_scale
+from jchop._storage import dequantize as _dequantize
+from jchop._storage import quantize as _quantize
 from jchop.formats import IntegerFormat, ScaledFormat
-from jchop.storage import QArray, fit_scale
-from jchop.storage import dequantize as _dequantize
-from jchop.storage import quantize as _quantize
 
 __all__ = ["ReduceOp", "RoundMode", "compute_quant_params", "dequantize", "quantize"]
 

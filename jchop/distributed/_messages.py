@@ -23,9 +23,9 @@ from jchop._round.arguments import carrier_of_dtype
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec
+from jchop._storage import QArray, dequantize, quantize
+from jchop._storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping, axis_groupings
 from jchop.formats import ScaledFormat
-from jchop.storage import QArray, dequantize, quantize
-from jchop.storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping, axis_groupings
 
 Array = jax.Array
 #: The name of a mesh axis, or several names, of which the last varies fastest between ranks.

@@ -20,14 +20,14 @@ from jchop._core.matmul.operations import spec_draws
 from jchop._core.rounding.codes import packed_size
 from jchop._core.xla.cpu import compute_after, loop_entry
 from jchop._spec.spec import Spec, SpecLike
+from jchop._storage import QArray, fit_scale, quantize
+from jchop._storage._array import group_length
+from jchop._storage._axis_groupings import WHOLE_AXIS, axes_from_end, axis_groupings
+from jchop._storage._codes import packs_codes
 from jchop.distributed import _messages as messages
 from jchop.distributed._collectives import check_collective
 from jchop.distributed._messages import AxisName, RankAxes
 from jchop.formats import ScaledFormat
-from jchop.storage import QArray, fit_scale, quantize
-from jchop.storage._array import group_length
-from jchop.storage._axis_groupings import WHOLE_AXIS, axes_from_end, axis_groupings
-from jchop.storage._codes import packs_codes
 
 Array = jax.Array
 

@@ -33,9 +33,9 @@ from jchop._round.arguments import Key, as_operands, rounding_key, run_on_operan
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.accumulation import MatmulSpec, SumSpecLike, as_matmul_spec
 from jchop._spec.spec import Spec
+from jchop._storage import quantize
+from jchop._storage._codes import decode_unscaled
 from jchop.math._call import round_to_dtype
-from jchop.storage import quantize
-from jchop.storage._codes import decode_unscaled
 
 Array = jax.Array
 

@@ -16,9 +16,9 @@ from jchop._common.paths import check_pattern_mapping, first_matches, nearest_pa
 from jchop._common.settings import split_prng_key
 from jchop._quantized.products.operand_layout import check_finite
 from jchop._quantized.products.rule import ROUNDING_FIELDS, Location, Rule, RuleLike, as_rule_tuple, rule_index
+from jchop._storage import QArray, quantize
+from jchop._storage._array import check_group_sharding
 from jchop.nn._trees.equinox_modules import is_equinox_module
-from jchop.storage import QArray, quantize
-from jchop.storage._array import check_group_sharding
 
 Array = jax.Array
 

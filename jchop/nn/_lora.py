@@ -16,6 +16,7 @@ from jchop._quantized.program.adapters import AdaptedParam, LoraAdapter
 from jchop._quantized.program.call import is_packed_param, is_param_leaf
 from jchop._quantized.program.provenance import MatrixLayout
 from jchop._round.arguments import check_key
+from jchop._storage._axis_groupings import map_over_stack
 from jchop.nn._linen.lora import AdaptableLinen, is_linen
 from jchop.nn._nnx.lora import adaptable_nnx
 from jchop.nn._shared.lora_rule import (
@@ -31,7 +32,6 @@ from jchop.nn._shared.lora_rule import (
 from jchop.nn._shared.program_classes import ExampleInputs
 from jchop.nn._trees.equinox_modules import check_flax_or_equinox, is_equinox_module
 from jchop.nn._trees.lora import AdaptableEquinox, AdaptableModel, AdapterTarget, as_matrix, param_numbers
-from jchop.storage._axis_groupings import map_over_stack
 
 Array = jax.Array
 

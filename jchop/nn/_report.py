@@ -18,6 +18,7 @@ from jchop._common.checks import check, check_choice
 from jchop._common.text import RowReport, TableOrLine, decibels, format_decibels
 from jchop._quantized.products.rule import ROUNDING_FIELDS, Location, Rule, RuleLike, as_rule_tuple
 from jchop._quantized.program.report import OPERANDS_BY_PLATFORM, ProgramReport, operand_types_on
+from jchop._storage import QArray
 from jchop.nn._nnx.layer_kinds import (
     NnxKind,
     check_param_axes,
@@ -32,7 +33,6 @@ from jchop.nn._nnx.rounding_modules import RoundedConvolution
 from jchop.nn._quantize import quantize
 from jchop.nn._shared.program_classes import ExampleInputs
 from jchop.nn._trees.equinox_modules import check_flax_or_equinox, is_equinox_module, report_equinox_module
-from jchop.storage import QArray
 
 Array = jax.Array
 

@@ -17,12 +17,12 @@ from jchop._common.settings import always_jit
 from jchop._core.xla.cpu import materialize_per_group
 from jchop._round.arguments import has_tracer
 from jchop._spec.spec import Spec, SpecLike, as_spec
+from jchop._storage import dequantize
+from jchop._storage._quantize import StoredAs, requantize
 from jchop.formats.scaled.scaled import axis_indexes
 from jchop.optim import _leaves as base
 from jchop.optim._pack import QuantizedState
 from jchop.sparsity._masks import check_sparsity_pattern, sparsity_mask
-from jchop.storage import dequantize
-from jchop.storage._quantize import StoredAs, requantize
 
 Array = jax.Array
 

@@ -24,8 +24,8 @@ from jchop._core.rounding.random_bits import seed_words
 from jchop._round.arguments import has_tracer, rounding_keys
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec
-from jchop.storage import QArray
-from jchop.storage._quantize import StoredAs
+from jchop._storage import QArray
+from jchop._storage._quantize import StoredAs
 
 Array = jax.Array
 

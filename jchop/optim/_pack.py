@@ -20,10 +20,10 @@ from jchop._common.paths import check_pattern_mapping, first_matches
 from jchop._common.text import RowReport, TableOrLine
 from jchop._core.rounding.codes import packed_size
 from jchop._spec.spec import Gradient, Spec, as_spec
+from jchop._storage import QArray, dequantize, quantize
+from jchop._storage._axis_groupings import axes_from_end
+from jchop._storage._codes import packs_codes as codes_are_packed
 from jchop.optim._leaves import is_float_leaf, path_text
-from jchop.storage import QArray, dequantize, quantize
-from jchop.storage._axis_groupings import axes_from_end
-from jchop.storage._codes import packs_codes as codes_are_packed
 
 Array = jax.Array
 #: Path patterns, each with the spec for the leaves that it matches; None leaves them unpacked.

@@ -25,11 +25,11 @@ from jchop._common.checks import check_choice
 from jchop._common.settings import always_jit
 from jchop._kernels.scaled import code_and_scale_shapes
 from jchop._spec.spec import Spec
+from jchop._storage import QArray
 from jchop.optim import _chain as chain
 from jchop.optim import _leaves as base
 from jchop.optim import _pack as packing
 from jchop.optim._pack import QuantizedState, is_packed_leaf, leaf_codes
-from jchop.storage import QArray
 
 Array = jax.Array
 

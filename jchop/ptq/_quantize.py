@@ -22,6 +22,7 @@ from jchop._quantized.program.param_uses import ParamUse
 from jchop._quantized.program.weight_layout import StoredAs, WeightLayout
 from jchop._quantized.quantize_fn import QuantizedFunction
 from jchop._round.arguments import check_key, has_tracer
+from jchop._storage._quantize import check_float_zero_points
 from jchop.ptq._biases import BiasSite, bias_means, find_biases, mean_errors
 from jchop.ptq._data import passes
 from jchop.ptq._data.collect import InputSums, input_means, pair_value
@@ -30,7 +31,6 @@ from jchop.ptq._equalize.mapping import InputFactors, MappingRecord, map_paramet
 from jchop.ptq._records import Journal, PtqReport, StageRecord, WeightRow, run_facts
 from jchop.ptq._steps.round import RoundingOutcome, pruning_of, qarray_of, round_parameter
 from jchop.ptq._steps.steps import CalibrationSteps, HalfQuadratic, Sweep, as_steps, clip, gptq
-from jchop.storage._quantize import check_float_zero_points
 
 Array = jax.Array
 

@@ -22,9 +22,9 @@ from jchop._common.text import PictureReport, TableOrLine
 from jchop._core.elementary.pairs import FloatPair
 from jchop._quantized.program.call import batch_arguments, enumerate_batches
 from jchop._quantized.quantize_fn import QuantizedFunction
+from jchop._storage import load, save
+from jchop._storage._files.safetensors import TensorFile
 from jchop.ptq._data.collect import InputSums
-from jchop.storage import load, save
-from jchop.storage._files.safetensors import TensorFile
 
 Array = jax.Array
 

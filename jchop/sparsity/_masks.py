@@ -17,9 +17,9 @@ from jchop._common.checks import check_int
 from jchop._common.settings import always_jit
 from jchop._core.scaled.groups import largest_mask, sparse_mask
 from jchop._round.arguments import as_operands, has_tracer, run_on_operands
+from jchop._storage import QArray, dequantize
+from jchop._storage._array import check_qarray
 from jchop.formats.scaled.scaled import axis_indexes
-from jchop.storage import QArray, dequantize
-from jchop.storage._array import check_qarray
 
 Array = jax.Array
 

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from jchop import storage
+from jchop import _storage
 from jchop._common.bit_ops import enable_x64_for
-from jchop.storage import QArray
-from jchop.storage._codes import check_qarray_leaves, qarray_shape
-from jchop.storage._save import join_qarray, qarray_description, qarray_tensors
+from jchop._storage import QArray
+from jchop._storage._codes import check_qarray_leaves, qarray_shape
+from jchop._storage._save import join_qarray, qarray_description, qarray_tensors
 from jchop.torch import _operators as operators
 from jchop.torch._operators import CARRIER_NAMES
 
@@ -38,7 +38,7 @@ def tensor_codes(x: Tensor, spec: str, words: Tensor, *, copy: bool) -> QArray:
         TypeError, ValueError: as `jchop.quantize`, and for a tensor that would have to be copied.
     """
     operators.check_carrier("x", x, complex_too=False)
-    q = storage.quantize(operators.as_jax(x, copy=copy), spec, operators.key_of_words(operators.import_words(words)))
+    q = _storage.quantize(operators.as_jax(x, copy=copy), spec, operators.key_of_words(operators.import_words(words)))
     return q if x.is_cuda else jax.block_until_ready(q)
 
 
@@ -65,7 +65,7 @@ def dequantize(q: QArray, dtype: torch.dtype | None = None) -> Tensor:
     if dtype is not None and dtype not in CARRIER_NAMES:
         raise TypeError(f"dtype={dtype!r} is not a carrier; allowed: {', '.join(map(str, CARRIER_NAMES))}")
     operators.check_has_numbers("q", q)
-    numbers = storage.dequantize(q, None if dtype is None else CARRIER_NAMES[dtype])
+    numbers = _storage.dequantize(q, None if dtype is None else CARRIER_NAMES[dtype])
     with enable_x64_for(numbers.dtype):
         return operators.as_tensor(jnp.array(numbers, copy=True) if _shares_storage(numbers, q) else numbers)
 

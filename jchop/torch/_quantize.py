@@ -18,7 +18,7 @@ from jchop._common.paths import matches_path, nearest_paths_hint, path_pattern
 from jchop._common.text import RowReport, TableOrLine
 from jchop._quantized.products.rule import Rule, RuleLike, as_rule_tuple
 from jchop._spec.spec import Spec, SpecLike
-from jchop.storage import QArray
+from jchop._storage import QArray
 from jchop.torch._functions import Quantizer, first_words
 from jchop.torch._operators import check_carrier, check_tensor, outside_graphs, plan_of, rounding_words
 from jchop.torch._packed import PackedTensor, pack_parameter, packed_parameters, tensor_codes

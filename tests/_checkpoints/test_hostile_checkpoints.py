@@ -19,7 +19,7 @@ from hostile_checkpoints import search
 
 from jchop import load_checkpoint
 from jchop._checkpoints.checkpoint import open_checkpoint
-from jchop.storage._files.safetensors import ShardFiles
+from jchop._storage._files.safetensors import ShardFiles
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -17,7 +17,7 @@ import pytest
 
 import jchop as jc
 from jchop import QArray
-from jchop.storage import fit_half_quadratic
+from jchop._storage import fit_half_quadratic
 
 RNG = np.random.default_rng(0)
 W = (RNG.standard_normal((512, 1024)) * 0.02).astype(np.float32)

@@ -18,7 +18,7 @@ from each_case import each
 
 import jchop as jc
 from jchop.__main__ import main
-from jchop.storage._files.safetensors import TensorWriter
+from jchop._storage._files.safetensors import TensorWriter
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -187,7 +187,7 @@ KILLS = """
 import json, os, signal, sys, time
 from pathlib import Path
 from jchop.__main__ import main
-from jchop.storage._files.safetensors import TensorWriter
+from jchop._storage._files.safetensors import TensorWriter
 
 source, target = map(Path, sys.argv[1:])
 argv = ["quantize", str(source), str(target), "--rule", "*=bfloat16", "--force"]

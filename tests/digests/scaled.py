@@ -17,7 +17,7 @@ from digests import Call
 from digests.common import KEY, MODES, blocks, coarse, f32, jc, key_for, normal, several
 from digests.face import facts
 from digests.formats import SCALED, attempt
-from jchop.storage import fit_half_quadratic
+from jchop._storage import fit_half_quadratic
 
 # A new format comes last, so that the modes of the other calls stay.
 NAMES, NEW = (*SCALED[:20], "bfp8(group=16)", "bfp4(group=tensor)", "nf4(scale=int8(group=4))",

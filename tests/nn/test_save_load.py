@@ -17,7 +17,7 @@ from flax import nnx
 from layer_references import drawn
 
 import jchop as jc
-from jchop.storage._files.safetensors import TensorFile
+from jchop._storage._files.safetensors import TensorFile
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = """

@@ -11,7 +11,7 @@ import pytest
 from further import Further
 
 import jchop as jc
-from jchop.storage import fit_half_quadratic
+from jchop._storage import fit_half_quadratic
 from tests.ptq.test_quantize import decibels, dense, outliers
 
 further = Further()

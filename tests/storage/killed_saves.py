@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import jchop as jc
-from jchop.storage._files.safetensors import TensorFile
+from jchop._storage._files.safetensors import TensorFile
 
 LEAVES, SIZE = 8, 1 << 18
 

@@ -9,7 +9,7 @@ import pytest
 from further import Further
 
 import jchop as jc
-from jchop.storage import fit_half_quadratic
+from jchop._storage import fit_half_quadratic
 
 further = Further()
 

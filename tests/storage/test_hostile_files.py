@@ -19,8 +19,8 @@ from refusals import assert_refused
 
 import jchop as jc
 from jchop.__main__ import main
-from jchop.storage._chunks import TensorRule, quantize_file
-from jchop.storage._files.safetensors import TensorFile
+from jchop._storage._chunks import TensorRule, quantize_file
+from jchop._storage._files.safetensors import TensorFile
 
 further = Further()
 
@@ -244,7 +244,7 @@ def test_more_than_memory_holds_is_said(tmp_path: Path, monkeypatch: pytest.Monk
     def full(*arguments: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("jchop.storage._files.safetensors.np.empty", full)
+    monkeypatch.setattr("jchop._storage._files.safetensors.np.empty", full)
     with pytest.raises(ValueError, match="tensor 'x' of 16 bytes does not fit in memory"):
         jc.load(path)
 

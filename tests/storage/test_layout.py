@@ -9,8 +9,8 @@ import pytest
 from refusals import assert_refused
 
 import jchop as jc
-from jchop.storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, axis_groupings, scale_entry
-from jchop.storage._codes import code_dtype, packs_codes
+from jchop._storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, axis_groupings, scale_entry
+from jchop._storage._codes import code_dtype, packs_codes
 
 
 def test_dtypes_of_codes() -> None:

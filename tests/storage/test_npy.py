@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from refusals import assert_refused
 
-from jchop.storage._files.npy import NpyFile
+from jchop._storage._files.npy import NpyFile
 
 
 def numbers(*shape: int) -> np.ndarray:
@@ -24,8 +24,8 @@ def test_parts_are_read_as_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Any box of an array in either order, by whole rows, by pieces of them, and by single elements."""
     rng = np.random.default_rng(0)
     for row, block in ((1 << 14, 1 << 20), (0, 1 << 20), (40, 64)):
-        monkeypatch.setattr("jchop.storage._files.npy._SHORT_ROW", row)
-        monkeypatch.setattr("jchop.storage._files.npy._BLOCK", block)
+        monkeypatch.setattr("jchop._storage._files.npy._SHORT_ROW", row)
+        monkeypatch.setattr("jchop._storage._files.npy._BLOCK", block)
         for x in (numbers(5), numbers(4, 6).astype(">f8"), numbers(3, 4, 5), numbers(2, 3, 4, 5).astype(np.complex64)):
             for stored in (x, np.asfortranarray(x)):
                 np.save(tmp_path / "x.npy", stored)

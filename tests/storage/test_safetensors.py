@@ -20,9 +20,9 @@ from refusals import assert_refused
 import jchop as jc
 from jchop import QArray
 from jchop._checkpoints.writer import convert_checkpoint
-from jchop.storage import _save as save
-from jchop.storage._chunks import TensorRule, quantize_file
-from jchop.storage._files.safetensors import (
+from jchop._storage import _save as save
+from jchop._storage._chunks import TensorRule, quantize_file
+from jchop._storage._files.safetensors import (
     DTYPES,
     TensorEntry,
     TensorFile,

@@ -18,7 +18,7 @@ from html_check import check_html
 
 import jchop as jc
 from jchop._common import html
-from jchop.storage import _notebook
+from jchop._storage import _notebook
 
 further = Further()
 

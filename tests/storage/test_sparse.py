@@ -16,12 +16,12 @@ from jax.sharding import PartitionSpec as P
 
 import jchop as jc
 from jchop._checkpoints.row import pieces
+from jchop._storage import fit_half_quadratic
+from jchop._storage._array import check_group_sharding
+from jchop._storage._chunks import TensorRule, quantize_file
+from jchop._storage._codes import check_qarray_leaves
+from jchop._storage._save import join_qarray, qarray_description, qarray_tensors
 from jchop.optim._pack import as_state_rules
-from jchop.storage import fit_half_quadratic
-from jchop.storage._array import check_group_sharding
-from jchop.storage._chunks import TensorRule, quantize_file
-from jchop.storage._codes import check_qarray_leaves
-from jchop.storage._save import join_qarray, qarray_description, qarray_tensors
 
 further = Further()
 

@@ -14,8 +14,8 @@ import pytest
 from further import Further
 
 import jchop as jc
-from jchop.storage._chunks import TensorReport, TensorRule, chunks, plan_chunk_cut, quantize_file
-from jchop.storage._files.safetensors import TensorEntry, TensorFile, TensorWriter
+from jchop._storage._chunks import TensorReport, TensorRule, chunks, plan_chunk_cut, quantize_file
+from jchop._storage._files.safetensors import TensorEntry, TensorFile, TensorWriter
 
 further = Further()
 

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh
 from storage import together
 
 import jchop as jc
-from jchop.storage._files.safetensors import TensorFile, contiguous_runs
+from jchop._storage._files.safetensors import TensorFile, contiguous_runs
 
 further = Further()
 

@@ -22,7 +22,7 @@ from jchop._program.run import variables_outside_jchop
 from jchop._program.step import ProgramPlan, jaxpr_of
 from jchop._round.arguments import is_torch_tensor
 from jchop._spec.accumulation import MatmulSpec
-from jchop.storage import QArray
+from jchop._storage import QArray
 
 Array = jax.Array
 

@@ -33,9 +33,9 @@ from jchop._quantized.products.codes import (
     scaled_sum_dtype,
 )
 from jchop._round.arguments import JCHOP_SCOPE, mark_results
+from jchop._storage._axis_groupings import OWN_SCALE, axis_groupings
+from jchop._storage._codes import decode_unscaled, load_codes, repeat_over_groups, unpack_entries
 from jchop.formats import CodebookFormat, FloatFormat, UniformFormat
-from jchop.storage._axis_groupings import OWN_SCALE, axis_groupings
-from jchop.storage._codes import decode_unscaled, load_codes, repeat_over_groups, unpack_entries
 
 # -- convolutions ------------------------------------------------------------------------------------------------------
 #

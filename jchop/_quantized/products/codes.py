@@ -38,10 +38,10 @@ from jchop._kernels.products import product_of_blocks
 from jchop._quantized.products.operand_layout import OperandLayout
 from jchop._round.arguments import JCHOP_SCOPE, mark_results
 from jchop._spec.spec import Spec
+from jchop._storage import QArray, _codes, quantize
+from jchop._storage._axis_groupings import WHOLE_AXIS, AxisGrouping, axis_groupings, scale_shape_of, with_groupings
 from jchop.formats import ElementFormat, FloatFormat, IntegerFormat
 from jchop.formats._catalogue import float8_e4m3fn, float8_e5m2
-from jchop.storage import QArray, _codes, quantize
-from jchop.storage._axis_groupings import WHOLE_AXIS, AxisGrouping, axis_groupings, scale_shape_of, with_groupings
 
 Array = jax.Array
 

@@ -39,7 +39,7 @@ from jchop._quantized.products.rule import NO_LOCATION, Location, is_stochastic
 from jchop._round.arguments import JCHOP_SCOPE, mark_results
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec
-from jchop.storage import quantize
+from jchop._storage import quantize
 
 Array = jax.Array
 

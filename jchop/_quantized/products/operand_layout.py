@@ -21,8 +21,8 @@ from jchop._program.bind import straight_through
 from jchop._round.arguments import run_numpy
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec
+from jchop._storage._axis_groupings import OWN_SCALE, AxisGrouping, axis_groupings, with_groupings, with_sparse_axis
 from jchop.formats import ScaledFormat
-from jchop.storage._axis_groupings import OWN_SCALE, AxisGrouping, axis_groupings, with_groupings, with_sparse_axis
 
 Array = jax.Array
 

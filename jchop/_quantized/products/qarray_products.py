@@ -18,10 +18,10 @@ from jchop._quantized.products.contraction import einsum_dimensions
 from jchop._quantized.products.operand_layout import OperandLayout
 from jchop._quantized.products.product import DotProduct, RaggedProduct
 from jchop._round.arguments import JCHOP_SCOPE, mark_results
-from jchop.storage import QArray, dequantize
-from jchop.storage._array import refuse_qarray_dicts
-from jchop.storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, axis_groupings
-from jchop.storage._codes import batch_axes, spec_of_part
+from jchop._storage import QArray, dequantize
+from jchop._storage._array import refuse_qarray_dicts
+from jchop._storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, axis_groupings
+from jchop._storage._codes import batch_axes, spec_of_part
 
 Array = jax.Array
 

@@ -24,9 +24,9 @@ from jchop._quantized.products.codes import CodedArray, expand_codes
 from jchop._quantized.products.operand_layout import OperandLayout, keep_nan
 from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage
 from jchop._spec.spec import Gradient, Spec
+from jchop._storage import QArray, dequantize, fit_scale, quantize
 from jchop.formats import UniformFormat
 from jchop.formats.rounding import Rounding
-from jchop.storage import QArray, dequantize, fit_scale, quantize
 
 # -- formulas ----------------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from jchop._quantized.products.rule import is_stochastic
 from jchop._quantized.program.adapters import AdaptedParam, LoraAdapter
 from jchop._quantized.program.provenance import FROM_DATA, FROM_KEYS, NO_PROVENANCE, Provenance, param_provenance
 from jchop._quantized.program.weight_layout import StoredAs, WeightLayout, WeightScaleState
-from jchop.storage import QArray, dequantize
+from jchop._storage import QArray, dequantize
 
 # -- parameters within a run -------------------------------------------------------------------------------------------
 

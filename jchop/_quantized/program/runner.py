@@ -30,7 +30,7 @@ from jchop._quantized.program.call import Keys, LazyParam, RoundedAndFull, is_pa
 from jchop._quantized.program.param_uses import ProductStep
 from jchop._quantized.program.provenance import MOVE_PRIMITIVES
 from jchop._quantized.program.scale_slots import ScaleSlot
-from jchop.storage._quantize import multiply_in_own_dtype
+from jchop._storage._quantize import multiply_in_own_dtype
 
 Array = jax.Array
 

@@ -22,10 +22,8 @@ from jchop._quantized.program import provenance
 from jchop._quantized.program.param_uses import ParamUse, ProductStep
 from jchop._quantized.program.scale_slots import Scales
 from jchop._spec.spec import Spec
-from jchop.formats import ScaledFormat
-from jchop.formats.scaled.scaled import axis_indexes
-from jchop.storage import QArray, fit_scale, quantize
-from jchop.storage._axis_groupings import (
+from jchop._storage import QArray, fit_scale, quantize
+from jchop._storage._axis_groupings import (
     OWN_SCALE,
     WHOLE_AXIS,
     AxisGrouping,
@@ -34,7 +32,9 @@ from jchop.storage._axis_groupings import (
     with_groupings,
     with_sparse_axis,
 )
-from jchop.storage._quantize import StoredAs
+from jchop._storage._quantize import StoredAs
+from jchop.formats import ScaledFormat
+from jchop.formats.scaled.scaled import axis_indexes
 
 Array = jax.Array
 

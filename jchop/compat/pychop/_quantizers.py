@@ -18,12 +18,12 @@ from jchop._core.rounding.grid import carrier_holds
 from jchop._round.arguments import as_operands, convert_dtype
 from jchop._round.flip import flip_bits
 from jchop._spec.spec import Spec
+from jchop._storage import QArray, dequantize, fit_scale, quantize
+from jchop._storage._codes import load_codes, unpack_entries
 from jchop.compat import _arrays
 from jchop.compat.pychop.math_func import PYCHOP_METHODS, call_method
 from jchop.formats import FixedFormat, FloatFormat, IntegerFormat, ScaledFormat
 from jchop.matlab import CHOP_FORMATS, CHOP_ROUNDINGS, chop_float_format, chop_spec, int_if_whole, round_by_randfunc
-from jchop.storage import QArray, dequantize, fit_scale, quantize
-from jchop.storage._codes import load_codes, unpack_entries
 
 #: Rounding of each ``rmode``, and its text name.
 RMODES = {rmode: rounding for rmode, (rounding, _) in CHOP_ROUNDINGS.items()} | {

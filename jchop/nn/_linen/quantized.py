@@ -42,9 +42,9 @@ from jchop._quantized.program.scale_slots import Scales, merge_scales, scales_af
 from jchop._quantized.program.weight_layout import WeightLayout, weight_layout_of
 from jchop._quantized.quantize_fn import QuantizedFunction, check_data_arguments
 from jchop._spec.spec import Spec
+from jchop._storage import QArray, dequantize, quantize
+from jchop._storage._array import refuse_qarray_dicts
 from jchop.nn._shared.cache import cache_with_token, empty_packed_cache
-from jchop.storage import QArray, dequantize, quantize
-from jchop.storage._array import refuse_qarray_dicts
 
 Array = jax.Array
 LinenPath = tuple[str, ...]

@@ -28,10 +28,10 @@ from jchop._quantized.products.rule import (
 from jchop._quantized.products.scale_from import LSQ, DelayedScaling
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec, as_spec
+from jchop._storage import QArray, fit_scale, quantize
+from jchop._storage._axis_groupings import map_over_stack
 from jchop.nn._nnx import rounding_modules
 from jchop.nn._nnx.nodes import QuantizedParam, packed_nnx_variable
-from jchop.storage import QArray, fit_scale, quantize
-from jchop.storage._axis_groupings import map_over_stack
 
 Array = jax.Array
 

@@ -17,6 +17,7 @@ from jchop._quantized.program.adapters import AdaptedParam, LoraAdapter
 from jchop._quantized.program.call import CallArguments
 from jchop._quantized.program.provenance import MatrixLayout
 from jchop._quantized.program.weight_layout import WeightLayout
+from jchop._storage import QArray
 from jchop.nn._nnx import programs
 from jchop.nn._nnx.layer_kinds import NNX_KINDS
 from jchop.nn._nnx.layers import FLAX_CLASSES, layer_entries, strip_rounding
@@ -33,7 +34,6 @@ from jchop.nn._trees.lora import (
     replace_leaves,
     rules_excluding_params,
 )
-from jchop.storage import QArray
 
 Array = jax.Array
 

@@ -16,9 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jchop._common.bit_ops import entries_after_reshape
 from jchop._quantized.products.operand_layout import OperandLayout
-from jchop.storage import QArray
-from jchop.storage._array import named_sharding_of
-from jchop.storage._quantize import StoredAs
+from jchop._storage import QArray
+from jchop._storage._array import named_sharding_of
+from jchop._storage._quantize import StoredAs
 
 Array = jax.Array
 

@@ -37,7 +37,7 @@ from jchop._quantized.products.scales import (
 from jchop._quantized.program.scale_slots import HISTORY, RANGE, Scales, state_kind
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec
-from jchop.storage import QArray, dequantize
+from jchop._storage import QArray, dequantize
 
 Array = jax.Array
 KeyStream = nnx.RngStream | None

@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 
 from jchop._spec.spec import Spec
-from jchop.storage import QArray, dequantize, quantize
+from jchop._storage import QArray, dequantize, quantize
 
 Array = jax.Array
 

@@ -22,7 +22,7 @@ from jchop._common.checks import check, check_choice, check_float, check_int, sh
 from jchop._common.files import atomic_file, exclusive_folder, json_object, open_regular_file, short_text
 from jchop._common.paths import check_path_pattern, nearest_paths_hint
 from jchop._quantized.products.rule_sources import fields_of_qwix
-from jchop.storage import load, save
+from jchop._storage import load, save
 
 Array = jax.Array
 

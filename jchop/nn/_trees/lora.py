@@ -17,6 +17,7 @@ from jchop._quantized.program.call import CallArguments, is_packed_param, unpack
 from jchop._quantized.program.provenance import MatrixLayout
 from jchop._quantized.program.weight_layout import WeightLayout
 from jchop._quantized.quantize_fn import QuantizedFunction
+from jchop._storage._axis_groupings import map_over_stack
 from jchop.nn._shared.program_classes import ExampleInputs
 from jchop.nn._trees.equinox_modules import (
     equinox_method_functions,
@@ -25,7 +26,6 @@ from jchop.nn._trees.equinox_modules import (
     module_under_rules,
     plain_module,
 )
-from jchop.storage._axis_groupings import map_over_stack
 
 Array = jax.Array
 

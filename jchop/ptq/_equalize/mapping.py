@@ -19,6 +19,7 @@ from jchop._quantized.products.operand_layout import HadamardBlocks
 from jchop._quantized.program.call import is_packed_param, unpack_param
 from jchop._quantized.program.provenance import MatrixLayout
 from jchop._quantized.program.weight_layout import WeightLayout
+from jchop._storage._quantize import multiply_in_own_dtype
 from jchop.ptq._data.collect import InputSums, add_sums
 from jchop.ptq._data.passes import BatchData, LazySums, mean_statistics
 from jchop.ptq._data.sites import WeightSite, rounded_sites
@@ -27,7 +28,6 @@ from jchop.ptq._equalize.graph import GraphValue, ProductPlace, ProgramGraph, gr
 from jchop.ptq._equalize.search import Fold, GainError, channels_of, fold_of, rotation_of
 from jchop.ptq._steps.round import element_scales, placement_to_nearest, qarray_of, round_parameter
 from jchop.ptq._steps.steps import Awq, CalibrationSteps, MappingStep, Rotate, Smooth
-from jchop.storage._quantize import multiply_in_own_dtype
 
 Array = jax.Array
 

@@ -21,13 +21,13 @@ from jchop._quantized.program.call import unpack_param
 from jchop._quantized.program.provenance import MatrixLayout
 from jchop._quantized.program.weight_layout import StoredAs, WeightLayout
 from jchop._spec.spec import Spec
+from jchop._storage import QArray, dequantize, fit_half_quadratic, quantize
+from jchop._storage._axis_groupings import OWN_SCALE, axis_groupings, with_groupings
+from jchop._storage._codes import pack_entries, repeat_over_groups, unpack_entries
 from jchop.formats import ScaledFormat
 from jchop.formats._catalogue import binary32
 from jchop.formats.rounding import Rounding
 from jchop.ptq._steps.steps import CalibrationSteps, Clip, Correction, HalfQuadratic, SignDescent, Sparse, Sweep
-from jchop.storage import QArray, dequantize, fit_half_quadratic, quantize
-from jchop.storage._axis_groupings import OWN_SCALE, axis_groupings, with_groupings
-from jchop.storage._codes import pack_entries, repeat_over_groups, unpack_entries
 
 Array = jax.Array
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from jchop._common.checks import check_bool, check_choice, check_float, check_int
+from jchop._storage._quantize import check_hqq_search
 from jchop.sparsity._masks import check_sparsity_pattern
-from jchop.storage._quantize import check_hqq_search
 
 
 @dataclass(frozen=True)

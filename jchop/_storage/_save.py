@@ -20,11 +20,11 @@ from jchop._common.files import as_path, json_object, short_text
 from jchop._common.on_demand import is_module_of, load_name
 from jchop._round.arguments import has_tracer
 from jchop._spec.spec import parse
+from jchop._storage._array import QArray, named_sharding_of, refuse_qarray_dicts
+from jchop._storage._codes import check_qarray_leaves, qarray_shape
+from jchop._storage._files import safetensors
+from jchop._storage._quantize import StoredAs
 from jchop.formats import ScaledFormat
-from jchop.storage._array import QArray, named_sharding_of, refuse_qarray_dicts
-from jchop.storage._codes import check_qarray_leaves, qarray_shape
-from jchop.storage._files import safetensors
-from jchop.storage._quantize import StoredAs
 
 #: The metadata key that describes QArrays: JSON, which maps the name of each to its spec as text, the length of its
 #: last axis and its dtype.

@@ -21,9 +21,9 @@ from jchop._common.bit_ops import fit_sharding, parts_of_axes, reshape
 from jchop._common.checks import check, check_instance, check_int
 from jchop._core.scaled_bodies import flatten_scales, unflatten_scales
 from jchop._spec.spec import Spec, parse
+from jchop._storage import _axis_groupings as groupings
+from jchop._storage import _codes, _notebook
 from jchop.formats import ElementFormat, ScaledFormat
-from jchop.storage import _axis_groupings as groupings
-from jchop.storage import _codes, _notebook
 
 Array = jax.Array
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from jchop._common import html
 from jchop._common.settings import always_jit
+from jchop._storage._codes import codes_at_ends, decode_qarray
 from jchop.formats import ScaledFormat
-from jchop.storage._codes import codes_at_ends, decode_qarray
 
 #: The most rows and columns of a heat map, and bars of a histogram.
 _ROWS, _COLUMNS, _BARS = 48, 96, 24

@@ -24,7 +24,7 @@ from jchop._core.scaled.elements import narrow_16_bit, widen_16_bit
 from jchop._core.scaled.groups import gather_sparse, scatter_sparse
 from jchop._kernels.scaled import code_and_scale_shapes, dequantize_scaled
 from jchop._spec.spec import Spec
-from jchop.storage import _axis_groupings as groupings
+from jchop._storage import _axis_groupings as groupings
 
 Array = jax.Array
 #: Codes of NumPy or JAX; the result of a function is of the same library.

@@ -32,14 +32,14 @@ from jchop._common.text import decibels
 from jchop._core.rounding.grid import carrier_holds
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec, SpecLike, as_spec
+from jchop._storage import _axis_groupings as groupings
+from jchop._storage import _save
+from jchop._storage._array import QArray
+from jchop._storage._codes import native_dtype
+from jchop._storage._files.npy import NpyFile
+from jchop._storage._files.safetensors import TensorEntry, TensorFile, TensorWriter, place_tensors
+from jchop._storage._quantize import dequantize, quantize
 from jchop.formats import ElementFormat, ScaledFormat
-from jchop.storage import _axis_groupings as groupings
-from jchop.storage import _save
-from jchop.storage._array import QArray
-from jchop.storage._codes import native_dtype
-from jchop.storage._files.npy import NpyFile
-from jchop.storage._files.safetensors import TensorEntry, TensorFile, TensorWriter, place_tensors
-from jchop.storage._quantize import dequantize, quantize
 
 #: This number of codes of any width fills whole bytes.
 _CODES_IN_WHOLE_BYTES = 8

@@ -16,9 +16,9 @@ from jchop._common.checks import check
 from jchop._common.files import require_extra
 from jchop._core.rounding.codes import decode_elements
 from jchop._spec.spec import Spec
-from jchop.storage._array import QArray, check_qarray
-from jchop.storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping, grouping_fields
-from jchop.storage._codes import CARRIER_FORMATS, batch_axes, load_codes, pack_entries, spec_of_part, store_codes
+from jchop._storage._array import QArray, check_qarray
+from jchop._storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping, grouping_fields
+from jchop._storage._codes import CARRIER_FORMATS, batch_axes, load_codes, pack_entries, spec_of_part, store_codes
 
 #: qwix's name of the type that it stores in another dtype.
 _QWIX_NF4 = "nf4"

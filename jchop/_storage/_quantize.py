@@ -33,11 +33,11 @@ from jchop._round.arguments import (
 )
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Gradient, Spec, SpecLike, as_spec
+from jchop._storage import _codes
+from jchop._storage._array import QArray, check_qarray, qarray_of_scales, refuse_qarray_dicts
+from jchop._storage._axis_groupings import axes_from_end, map_over_stack
 from jchop.formats import ElementFormat, ScaledFormat, UniformFormat
 from jchop.formats.rounding import Rounding
-from jchop.storage import _codes
-from jchop.storage._array import QArray, check_qarray, qarray_of_scales, refuse_qarray_dicts
-from jchop.storage._axis_groupings import axes_from_end, map_over_stack
 
 Array = jax.Array
 _StorageSpec = SpecLike
@@ -468,7 +468,7 @@ def fit_half_quadratic(
 
     Example:
         >>> import numpy as np, jchop as jc
-        >>> from jchop.storage._quantize import fit_half_quadratic
+        >>> from jchop._storage._quantize import fit_half_quadratic
         >>> x = np.array([[0.0, 0.4, 0.4, 0.4, 1.4, 15.0]], np.float32)
         >>> scale, zero_point = fit_half_quadratic(x, jc.formats.uint4(channel=0, zero_point="float"))
         >>> scale.tolist(), round(float(zero_point[0, 0]), 2)  # four of six errors become smaller
