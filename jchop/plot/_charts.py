@@ -153,6 +153,7 @@ def dot_plot(
     right = 1.5 * max(1.0, np.max(table, initial=0.0, where=finite))
     axes.set_xscale("symlog", linthresh=1.0)
     axes.set_xlim(-0.1, right)
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_yticks(places, rows, fontsize=9)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     shown = np.where(finite, np.maximum(table, 0.0), right)

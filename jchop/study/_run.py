@@ -400,7 +400,7 @@ class StudyResult(SavedStudy):
             names,
             xlabel=f"points of accuracy lost; unrounded {100 * self.accuracy:.1f} %",
             title=f"{self.name}: {subject} rounded to a format",
-            note=_sample_note(self),
+            note=f"{self.test_samples} test samples, so one is {100 / self.test_samples:.2g} points",
         )
 
 
