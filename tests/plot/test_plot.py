@@ -37,9 +37,10 @@ def test_dot_plot_has_a_row_for_each_name_and_a_dot_for_each_series() -> None:
     axes = figure.axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["e4m3", "e2m1"]
     assert axes.get_xlabel() == "points\nof 9 samples" and figure.get_suptitle() == "digits"
-    dots = [dot.get_offsets().tolist() for dot in axes.collections[1:]]  # after the lines of the rows
+    dots = [np.asarray(dot.get_offsets()).tolist() for dot in axes.collections[1:]]  # after the lines of the rows
     assert dots == [[[0.5, 0.0], [40.0, 1.0]], [], [[0.0, 1.0]], [[60.0, 0.0]]]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["nearest", "up"]
+    legend = axes.get_legend()
+    assert legend is not None and [text.get_text() for text in legend.get_texts()] == ["nearest", "up"]
     assert png(figure).startswith(b"\x89PNG")
 
 

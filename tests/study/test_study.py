@@ -145,7 +145,7 @@ def test_the_picture_says_what_its_figures_are_of() -> None:
     result = StudyResult(rows, {"dataset": "wine"}, 0.5, 0.7, (), 9, 3, 200, 0.1, {})
     axes = result.plot().axes[0]
     assert axes.get_xlabel() == ("points of accuracy lost; unrounded 50.0 %\n200 test samples, so one is 0.5 points")
-    assert [dot.get_offsets().tolist() for dot in axes.collections[1:2]] == [[[0.0, 0.0], [25.0, 1.0]]]
+    assert [np.asarray(dot.get_offsets()).tolist() for dot in axes.collections[1:2]] == [[[0.0, 0.0], [25.0, 1.0]]]
 
 
 def test_groups_of_scaled_formats_lie_along_the_inputs() -> None:
