@@ -139,8 +139,8 @@ def test_the_language_of_the_pages_gets_no_worse() -> None:
     every = load_count().total(load_count().count())
     assert every.words <= 26_000
     assert every.mean <= 12.6
-    assert every.long <= 1.2
-    assert every.what <= 0.3
+    assert every.long <= 0.6
+    assert every.what <= 0.2
     assert not every.undefined, "the first use of a term on a page links to its definition: docs/terms.toml"
 
 
