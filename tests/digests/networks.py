@@ -178,7 +178,7 @@ def whole_models() -> Iterator[Call]:
     params = {"dense": {"kernel": f32(coarse("kernel", (32, 8))), "bias": jnp.zeros(8)}}
     yield Call("nn.quantize_params", lambda: jc.quantize(params, jc.Rule("kernel", weight="int4(group=8,axis=0)")))
     yield Call("nn.quantize_params key", lambda: jc.quantize(params, jc.Rule("kernel", weight="int4(group=8,axis=0):stochastic"), key=KEY))
-    yield Call("nn.shard", lambda: [str(leaf.sharding.spec) for leaf in jax.tree.leaves(n.shard(params, meshed(4), {"dense/kernel": P("data")}))])
+    yield Call("nn.shard", lambda: [str(leaf.sharding.spec) for leaf in jax.tree.leaves(n.shard(params, {"dense/kernel": P("data")}, meshed(4)))])
 
 
 def states() -> Iterator[Call]:
