@@ -44,13 +44,13 @@ class BlameRow(PlacedRow):
 
     Args:
         scope: the path of `jax.named_scope` and `jax.jit` names; empty outside of all.
-        primitive: its name; ``"argument [0]['w']"`` for an argument that is rounded on entry; ``"constant"`` for a
-            constant that is rounded on entry, where it is moved or enters a call, branch or loop, or where it overflows
+        primitive: its name. ``"argument [0]['w']"`` is an argument that is rounded on entry. ``"constant"`` is a
+            constant that is rounded on entry: where it is moved or enters a call, branch or loop, or where it overflows
             or becomes zero. Another constant of an operation belongs to the operation.
         spec: the rounding of the results, as text.
         equations: their number in the program.
         results: the count of results, in all turns of loops.
-        rms: the root of the mean square of the rounding errors made, in units of the results.
+        rms: the root mean square of its rounding errors, in units of the results.
         contribution: their part in the error of the output, with its sign, in units of the output.
         share: the contribution over the error of the output; NaN if that is zero.
         source: file and line, as in `jchop.EmulatedFunction.report`.
@@ -79,12 +79,12 @@ class Blame(PictureReport):
     """The result of `jchop.EmulatedFunction.blame`; its ``str`` is a table.
 
     Args:
-        rows: the rows, the largest contribution first. ``rows`` and ``unexplained`` add up to ``error``.
+        rows: the rows, the largest contribution first. Their contributions and ``unexplained`` add up to ``error``.
         error: the output of the emulated program minus the output of the program in the carrier.
         value: the output of the emulated program; NaN for arrays without ``output=``.
         reference: the output of the program in the carrier; NaN for arrays without ``output=``.
         unexplained: the part of the error that no row has.
-        notes: sentences about stopped loops, about a path that the carrier alone would not take, and about an
+        notes: sentences about stopped loops, about a path that the carrier alone would not go, and about an
             `unexplained` of more than 20 % of the error.
 
     Example:
