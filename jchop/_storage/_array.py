@@ -154,8 +154,7 @@ class QArray:
         return np.asarray(self.__jax_array__(), dtype)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Passes the numbers to functions of NumPy, also to those that would index or transpose a QArray
-        (`numpy.flip`)."""
+        """Passes the numbers to functions of NumPy, also where they would index a QArray, as `numpy.flip` does."""
         if func in _SHAPE_FUNCTIONS:
             return func._implementation(*args, **kwargs)
 

@@ -38,15 +38,14 @@ def state_kind(name: str) -> str:
 
 
 class Scales(NamedTuple):
-    """The kept scales of a program: a pytree, in the manner of an Optax state.
+    """The kept scales of a program: a pytree, like an Optax state.
 
     Args:
-        learned: scales that are parameters (`LSQ`), by name: train them along with the model's.
-        stats: ranges (least, largest) and histories of magnitudes, by name, which calls on data update.
+        learned: scales that are parameters (`LSQ`), by name. Train them with the model's.
+        stats: ranges (least, largest) and histories of magnitudes, by name. Calls on data update them.
 
-    A name is the path of the parameter whose product it is for, then ``activation`` or ``weight``, then ``range``,
-    ``history`` or ``scale``: ``"mlp/kernel_activation_range"``. Those of a stack of layers, in a scan, have its axis in
-    front.
+    A name is the path of the product's parameter, then ``activation`` or ``weight``, then ``range``, ``history`` or
+    ``scale``: ``"mlp/kernel_activation_range"``. Scales of a stack of layers, in a scan, have its axis in front.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -63,7 +62,7 @@ class Scales(NamedTuple):
 
     @property
     def entries(self) -> dict[str, Array]:
-        """All of them, by name."""
+        """All scales, ranges and histories, by name."""
         return {**self.stats, **self.learned}
 
 
