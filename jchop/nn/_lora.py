@@ -122,9 +122,9 @@ def merge_lora(model: Any, *, requantize: bool = False) -> Any:
     Args:
         model: as from `add_lora`.
         requantize: whether a packed weight is packed again by its rule, which rounds the sum. Default False: the weight
-            is in full precision. In a model of NNX or Equinox its rule then has no effect any more. Parameters of
-            `jchop.quantize_fn` and variables of Linen would be rounded in each call: call the function or the module
-            itself.
+            is in full precision. In a model of NNX or Equinox its rule then has no effect any more. A result of
+            `jchop.quantize_fn` and a quantized module of Linen still round them in each call: call the function or the
+            module itself.
 
     Returns:
         The model with the layers in their own places. Parameters without adapters are the same, packed ones still

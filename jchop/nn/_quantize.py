@@ -88,7 +88,7 @@ def quantize(
     Flax's attention with ``decode=True``. Paths are paths of the variables (``"block/attention/query"``).
 
     Layers without a rule do not change; `report` lists the effect on each. A rule rounds the scale and the input of a
-    norm only if all layers that it decides are norms. So a rule for products rounds the same tensors of layers and of a
+    norm only if all layers that it decides are norms. So a rule for products has the same effect on layers and on a
     program.
 
     Args:
