@@ -94,8 +94,7 @@ def _property_text(value: object) -> str:
 
 @call_hint("jchop.probe(lambda a, b: a @ b)")
 def probe(matmul: Callable[[Any, Any], Any], *, length: int = 288) -> Probe:
-    """Finds the arithmetic of a matrix product from its results: the order of sums, the bits that it keeps, the
-    roundings.
+    """Finds the arithmetic of a matrix product from its results: the order of sums, the kept bits, the roundings.
 
     The product may be a device's, a library's or an emulated one's. It is called about a dozen times with float32
     matrices of `length` rows and columns, and may convert them to its own type of operands first. In the probes of sums

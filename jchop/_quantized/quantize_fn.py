@@ -288,8 +288,7 @@ class QuantizedFunction:
     def observe(
         self, params: Any, *args: Any, scales: Scales | None = None, key: Array | None = None, **kwargs: Any
     ) -> tuple[Any, dict[str, tuple[ScaleSlot, Array]]]:
-        """Returns the result, and by name the slots of activations with one scale, each with its data before
-        rounding."""
+        """Returns the result, and by name the activations with one scale, each with its data before rounding."""
         call = CallArguments(params, args, kwargs)
         out, _, data = self._run(call, scales or Scales({}, {}), "observe", key)
         slots = self._program(call).slots.values()
@@ -338,7 +337,7 @@ class QuantizedFunction:
 
         Returns:
             The packed parameters, or these and the report. With `sequential`, mappings, `resume` or `memory` the
-                batches are run more than once: pass a list.
+            batches are run more than once: pass a list.
 
         Raises:
             TypeError, ValueError: as in a call. For infinities or NaN in a parameter to be packed, or in the data. For
@@ -435,8 +434,7 @@ class QuantizedFunction:
         return self._valid_program(CallArguments(params, args, kwargs))
 
     def traced(self, params: Any, *args: Any, **kwargs: Any) -> tuple[QuantizedProgram, CallArguments]:
-        """Returns the planned program for arguments, and the parts of these, for `jchop.ptq`, which runs it in its own
-        way."""
+        """Returns the planned program for arguments, and the parts of these, for `jchop.ptq`."""
         call = CallArguments(params, args, kwargs)
         _refuse_adapters(call)
         return self._program(call), call

@@ -121,10 +121,10 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Any:
 
     Returns:
         A new model or tree like `like`, with the JAX arrays and QArrays of the file. Without `like`, the saved dicts
-            and lists: tuples and other sequences become lists, other containers dicts. Containers without arrays are
-            omitted. A file of another program has no record of containers and gives a dict by name.
-            (`jchop.load_checkpoint` gives the names of any file.) 64-bit data keeps its dtype for every value of
-            ``jax_enable_x64``.
+        and lists: tuples and other sequences become lists, other containers dicts. Containers without arrays are
+        omitted. A file of another program has no record of containers and gives a dict by name.
+        (`jchop.load_checkpoint` gives the names of any file.) 64-bit data keeps its dtype for every value of
+        ``jax_enable_x64``.
 
     Raises:
         ValueError: if the file is not a valid safetensors file, or its arrays differ from those of `like`; the message

@@ -36,8 +36,7 @@ class RoundState(NamedTuple):
 def round_updates(
     spec: SpecLike, key: Array | None = None, *, scale: Any = 1.0
 ) -> optax.GradientTransformationExtraArgs:
-    """Multiplies the updates at this place of a chain by `scale` and rounds them to `spec`: gradients in its first
-    link.
+    """Multiplies updates by `scale` and rounds them to `spec`; the first link of a chain rounds gradients.
 
     Each leaf has a separate key, split from the key in the state, as in `optax.add_noise`.
 
@@ -216,8 +215,8 @@ def compensate(
         compensation: the rounding of c. Default: the parameters' dtype.
 
     Returns:
-        An Optax transformation; its ``update`` needs the parameters. Its state has `lost`, the
-            rounding errors, and `key`.
+        An Optax transformation; its ``update`` needs the parameters. Its state has `lost`, the rounding errors, and
+        `key`.
 
     Raises:
         ValueError: for a stochastic spec without a key; and when traced, without parameters, or for parameters of a
@@ -304,8 +303,8 @@ def low_precision(
         key: a typed key, needed if a spec is stochastic.
 
     Returns:
-        An Optax transformation; its ``update`` needs the parameters. Its state has `inner_state`,
-            `accumulator` (or None) and `key`.
+        An Optax transformation; its ``update`` needs the parameters. Its state has `inner_state`, `accumulator` (or
+        None) and `key`.
 
     Raises:
         TypeError, ValueError: for a value that is not a spec, a stochastic spec without a key, or `momentum` if the
@@ -527,8 +526,7 @@ def sparse_params(
             grow by gradients that do not depend on them, and masks go on changing. Default 0.02.
 
     Returns:
-        An Optax transformation, whose ``update`` needs the parameters. Its state has `steps`, `masks`
-            and `dense`.
+        An Optax transformation, whose ``update`` needs the parameters. Its state has `steps`, `masks` and `dense`.
 
     Raises:
         TypeError, ValueError: for arguments out of range. When traced, without parameters.
@@ -729,8 +727,8 @@ def dynamic_loss_scale(
         largest: the largest scale. Default 2^24.
 
     Returns:
-        An Optax transformation. Its state has `inner_state`, `scale`, `steady` (sound steps in a row) and
-            `skipped` (a count).
+        An Optax transformation. Its state has `inner_state`, `scale`, `steady` (sound steps in a row) and `skipped` (a
+        count).
 
     Raises:
         TypeError, ValueError: for numbers out of range.

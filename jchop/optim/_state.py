@@ -226,7 +226,7 @@ def quantize_state(
 
     Returns:
         An Optax transformation. Its state has `inner_state`, the state of `inner` with a `jchop.QArray` for each packed
-            array, and `skipped`, the count of skipped steps.
+        array, and `skipped`, the count of skipped steps.
 
     Raises:
         TypeError, ValueError: for an argument that is not allowed. At ``init``, for a rule that matches no array. When

@@ -150,8 +150,7 @@ class QuantizedParam(nnx.Variable):
             self.set_value(put_on_devices(self.get_raw_value(), where))
 
     def copy(self, *value: Any, **updates: Any) -> Any:
-        """Copies as `flax.nnx.Variable` does. A sharding, or a shape with one, is adapted to each leaf of codes and
-        scales."""
+        """Copies as `flax.nnx.Variable` does. A sharding, or a shape with one, is adapted to each leaf."""
         return super().copy(*(self._of_leaves(one) for one in value), **updates)
 
     replace = copy

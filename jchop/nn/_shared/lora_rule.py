@@ -68,8 +68,7 @@ class LoraRule:
 
     @classmethod
     def from_qwix(cls, rules: Any) -> list[LoraRule]:
-        """Converts rules of qwix for adapters, as Tunix and MaxText have them; `jchop.Rule.from_qwix` reads their
-        formats.
+        """Converts rules of qwix for adapters (Tunix, MaxText); `jchop.Rule.from_qwix` reads their formats.
 
         Args:
             rules: a `LoraRule` of qwix, a dict with the same fields, several of them, or a dict around them.

@@ -436,11 +436,13 @@ def hqq(
     ``"uint4(group=64,zero_point=float)"``.
 
     Args:
-        iterations: as there. Default 20.
-        norm: p. Default 0.7.
-        weight: as there. Default 10.
-        growth: as there. Default 1.01.
-        whole_start: as there. Default False.
+        iterations: the number of steps of the search, at least 1. Each one subtracts sparse errors and then moves the
+            zero points. Default 20.
+        norm: p, between 0 and 1, both excluded. Default 0.7.
+        weight: the weight b of the errors in the first step, above 0. Default 10.
+        growth: the factor of b after each step, above 0. Default 1.01.
+        whole_start: whether to start with zero points that are whole multiples of the scales, as the authors do for 4
+            bits. Default False.
 
     Raises:
         TypeError, ValueError: for an argument out of range.
