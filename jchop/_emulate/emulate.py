@@ -134,7 +134,7 @@ def emulate(
             accumulation or a key of another type. When called, for traced arguments with ``stop_at``. When called with
             ``key``, if no rounding draws from it and `fun` has a parameter ``key`` without a value.
         FloatingPointError: when called, for the event ``stop_at``.
-        ValueError: for ``max_turns`` below 1; when called, for a carrier too narrow for `spec`, a stochastic spec
+        ValueError: for ``max_turns`` below 1. When called, for a carrier too narrow for `spec`, a stochastic spec
             without a key, or a rule that matches nothing.
         NotImplementedError: when called, for a primitive without a rule, if ``unknown="raise"``.
 

@@ -56,9 +56,9 @@ class ComparisonRow:
         worst_relative: the largest magnitude of (x - y) / x, of numbers other than zero; 1 if a number became zero and
             none was further off.
         overflow: share of numbers that became infinite or NaN.
-        clipped: share of numbers that became the largest or the lowest value of the format (times their scale), and
-            were beyond it by more than half its distance to the next value. NaN if it is not known: for elements of
-            more than 16 bits under scales.
+        clipped: share of numbers that became the largest or the lowest value of the format (times their scale). They
+            were beyond it by more than half its distance to the next value. NaN if the share is not known: for elements
+            of more than 16 bits under scales.
         underflow: share of numbers other than zero that became zero.
         largest: the largest finite value; NaN for a scaled format, whose values depend on the data.
         exponent: the power of two that multiplied the array before the rounding, and divided it after; 0 for none.
@@ -157,9 +157,9 @@ def compare(
     binary16 alone does not. To compare formats by precision, not range, pass ``scale="fit"``.
 
     Args:
-        x: numbers of any shape but empty: an array of JAX or NumPy, or a list. float16 and bfloat16 are rounded as
-            float32, which is exact; integers and booleans as float64. Formats with values that float32 lacks round
-            float32 numbers as float64.
+        x: numbers of any shape but empty: an array of JAX or NumPy, or a list. Elements of float16 and bfloat16 are
+            rounded as float32, which is exact; integers and booleans as float64. Formats with values that float32 lacks
+            round float32 numbers as float64.
         formats: specs, formats, or texts, or one of them. Default: 16-bit and 8-bit floats, nf4, MX formats and nvfp4,
             and int8 and int4 with one scale for the tensor, each row or each group.
         key: a typed key, needed by the stochastic modes; each format draws the same bits.

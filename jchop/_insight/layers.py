@@ -345,9 +345,9 @@ def allocate_bits(
         A `BitAllocation`, with ``rules`` for `quantize`.
 
     Raises:
-        TypeError, ValueError: for an argument of another type or value, a group that matches no layer, a model without
-            layers, or a budget below the cheapest choice. Also for a Fisher score of a layer that the loss calls within
-            a transformation of JAX, as the scan of an `nnx.RNN` does: use ``score="loss"`` there.
+        TypeError, ValueError: for an argument of another type or value, a model without layers, or a group that matches
+            none. For a budget below the cheapest choice. For a Fisher score of a layer that the loss calls within a
+            transformation of JAX, as in the scan of an `nnx.RNN`. Use ``score="loss"`` there.
 
     Example:
         >>> import jax, jax.numpy as jnp, jchop as jc

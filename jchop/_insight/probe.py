@@ -97,7 +97,7 @@ def probe(matmul: Callable[[Any, Any], Any], *, length: int = 288) -> Probe:
     """Finds the arithmetic of a matrix product from its results: the order of sums, the kept bits, the roundings.
 
     The product may be a device's, a library's or an emulated one's. It is called about a dozen times with float32
-    matrices of `length` rows and columns, and may convert them to its own type of operands first. In the probes of sums
+    matrices of `length` rows and columns. It may convert them to its own type of operands first. In the probes of sums
     all numbers are powers of two, or 1.5 and 3 times one. They are between 2^-9 and 2^8, so float8_e4m3 and wider
     formats hold them.
 
@@ -115,7 +115,7 @@ def probe(matmul: Callable[[Any, Any], Any], *, length: int = 288) -> Probe:
 
     Raises:
         TypeError: if `matmul` is not a function.
-        ValueError: if its result has another shape, if 1 times 1 gives 0 or no finite number, or if it sums so many
+        ValueError: if its result has another shape, or 1 times 1 gives 0 or no finite number. If it sums so many
             products at once that `length` must be larger.
 
     Example:

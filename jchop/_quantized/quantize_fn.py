@@ -82,9 +82,9 @@ def quantize_fn(fun: Callable[..., Any], rules: RuleLike, *, key: Array | None =
     Raises:
         TypeError: for `rules` of another type.
         NotImplementedError: for a rule with `output` or `cache`.
-        ValueError: when called, for a rule that matches no parameter and no product, that names a parameter which
-            reaches no product, or that names axes which an operand does not have. When called, for a stochastic rule
-            without a key.
+        ValueError: when called, for a rule that matches no parameter and no product. When called, for a rule that names
+            a parameter which reaches no product, or axes that an operand does not have. When called, for a stochastic
+            rule without a key.
 
     Example:
         >>> import jax, jax.numpy as jnp, jchop as jc
@@ -265,7 +265,7 @@ class QuantizedFunction:
             progress: function of the number of completed batches.
 
         Raises:
-            ValueError: for another method, no batch, or a program without such a product.
+            ValueError: for another method, no batch, or a program without a product of this kind.
 
         Example:
             >>> import jax.numpy as jnp, jchop as jc
@@ -318,17 +318,17 @@ class QuantizedFunction:
             *args: arguments as in a call. Only their shapes count, so `jax.ShapeDtypeStruct` will do. With `batches`
                 they are not needed; parameters that they alone reach are packed, too.
             batches: arguments after the parameters: tuples, or the only argument. Default None: no data.
-            steps: one step of `jchop.ptq`, or a list in this order: `sequential`; the mappings `smooth`, `awq` and
-                `rotate`, each of which runs the data once; `correct_error`, which is sequential, too; `sparse`; `clip`
-                or `hqq`; `gptq` or `sign_round`; `correct_biases`. With ``[]`` every element is rounded by itself, and
-                the report shows the errors. Default: ``[gptq()]``.
+            steps: one step, or a list in a fixed order. First `jchop.ptq.sequential`; then the mappings `smooth`, `awq`
+                and `rotate`, each of which runs the data once; then `correct_error`, which is sequential, too. Then
+                `sparse`; `clip` or `hqq`; `gptq` or `sign_round`; `correct_biases`. With ``[]`` every element is
+                rounded by itself, and the report shows the errors. Default: ``[gptq()]``.
             resume: a folder that keeps each stage as soon as it is done; it is created if it does not exist. A call
                 with the same arguments continues a run that was killed, and gives the same result, bit for bit. The
                 stage of a damaged file is done again. Delete the folder when the result is saved. Default None.
             memory: the most memory that statistics may need at a time, in bytes, or a text as ``"4GiB"`` (KiB, MiB,
-                GiB, TiB). Each weight and each turn of its loop needs two float32 matrices of the square of the inputs
-                and five vectors of them, and as many of one batch. The data are run as often as the limit requires. A
-                mapping reads all turns, and the weights that share an input, at once. Default None: no limit.
+                GiB, TiB). Each weight and each turn of its loop needs two float32 matrices (inputs, inputs) and five
+                vectors (inputs,). One batch needs as many. The data are run as often as the limit requires. A mapping
+                reads all turns, and the weights that share an input, at once. Default None: no limit.
             progress: a function of the number of batches that were run.
             return_report: whether a `jchop.ptq.PtqReport` is returned, too; it needs `batches`. Default False.
             scales: the scales of a call, if parameters have learned scales. They become part of the packed parameters.

@@ -56,9 +56,10 @@ class QArray:
         spec: the spec of the codes, with the format's axes counted from the end.
         length: the length of the last axis, which packed codes do not determine; None for an array without axes.
         dtype: the dtype of the array, and the default of `dequantize`.
-        places: the numbers that have codes, for a format with `sparse`: a bit for each number, packed along the last
-            axis as codes of one bit. `qvalue` then has only their codes, in their order along the sparse axis: n of
-            every m, and up to n of a shorter last group. The other numbers are +0. None for other formats.
+        places: the numbers that have codes, for a format with `sparse`. It has a bit for each number, packed along the
+            last axis as codes of one bit. `qvalue` then has only their codes, in their order along the sparse axis.
+            There are n of every m, and up to n of a shorter last group. The other numbers are +0. None for other
+            formats.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc

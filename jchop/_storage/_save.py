@@ -44,10 +44,10 @@ def save(path: str | os.PathLike[str], tree: Any, *, metadata: Mapping[str, str]
     """Writes arrays and QArrays, or a model that holds them, to a safetensors file for `load`, in one step.
 
     Packed arrays stay packed. The name of a tensor is its path in the tree, joined with dots (``layers.0.kernel``). The
-    leaves of a QArray are plain tensors named ``NAME.qvalue``, ``NAME.scale``, ``NAME.zero_point``, ``NAME.places``. If
-    a scale has several parts, there are more tensors: ``NAME.tensor_scale`` under a rule with a scale of the tensor,
-    ``NAME.scale_scale`` and possibly ``NAME.scale_zero_point`` for quantized scales. A random key (`jax.random.key`) is
-    the tensor of its data. No further package is needed.
+    leaves of a QArray are plain tensors named ``NAME.qvalue``, ``NAME.scale``, ``NAME.zero_point``, ``NAME.places``. A
+    scale of several parts has more tensors. A rule with a scale of the tensor adds ``NAME.tensor_scale``. Quantized
+    scales add ``NAME.scale_scale`` and possibly ``NAME.scale_zero_point``. A random key (`jax.random.key`) is the
+    tensor of its data. No further package is needed.
 
     If an array spans several processes (`jax.distributed`), all processes call this with the same path, in a folder
     that all of them see. They write one file together: each writes the parts of its own devices, the first one all
@@ -57,7 +57,7 @@ def save(path: str | os.PathLike[str], tree: Any, *, metadata: Mapping[str, str]
     Args:
         path: path of the file. A symbolic link is replaced; its target stays.
         tree: a module of Flax NNX or Equinox, variables of Linen, or another container (dict, list, state of an
-            optimizer ...) of JAX and NumPy arrays and QArrays.
+            optimizer ...). Its leaves are JAX and NumPy arrays and QArrays.
         metadata: texts for the header of the file. Default: none.
 
     Raises:
@@ -127,8 +127,8 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Any:
         ``jax_enable_x64``.
 
     Raises:
-        ValueError: if the file is not a valid safetensors file, or its arrays differ from those of `like`; the message
-            names the array.
+        ValueError: if the file is not a valid safetensors file, or an array differs from `like`; the message names the
+            array.
         OSError: if it cannot be read.
 
     Example:

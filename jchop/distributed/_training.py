@@ -49,12 +49,12 @@ def psum_with_feedback(
     """Sums updates over ranks, as a link of an Optax chain, and keeps the errors of both roundings.
 
     A rank adds the error of its last messages to the pieces that it sends. The owner of a piece adds the error of the
-    last sum. With the error e: c = x + e, q = round(c), and the new error is c - q. Over many steps the sum of all
-    results differs from the sum of all updates by one error of every rank and one of the owner. So even formats of one
-    bit can train. Without errors a step is `psum` with ``algorithm="two_shot"``.
+    last sum. With the error e: c = x + e, q = round(c), and the new error is c - q. Over many steps the sum of results
+    differs from the sum of updates by one error of each rank and one of the owner. So even formats of one bit can
+    train. Without errors a step is `psum` with ``algorithm="two_shot"``.
 
-    If a number is not finite on any rank, or in a sum, all results of the step are NaN on every rank, in any format.
-    The errors stay as they were. Skip the step then, for example by `jchop.optim.skip_nonfinite`.
+    If a number is not finite on any rank, or in a sum, all results of the step are NaN on every rank. This is so in any
+    format. The errors stay as they were. Skip the step then, for example by `jchop.optim.skip_nonfinite`.
 
     Both functions run inside `jax.shard_map`. The state differs between ranks. With a leading axis for the ranks it
     passes in and out of `jax.shard_map` by ``PartitionSpec(axis_name)``.

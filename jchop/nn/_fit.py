@@ -49,9 +49,9 @@ def calibrate(
         method: the range of a batch. ``"minmax"`` (default): from the least to the largest number.
             ``"percentile(99.9)"``: that range up to the magnitude that 99.9 % of the numbers do not exceed. ``"mse"``:
             the fraction of that range, in hundredths, with the least square error of rounding to nearest. Or the range
-            of all batches, ``"entropy"``: up to the magnitude at which a histogram of 2048 bins loses the least
-            information (Kullback-Leibler) when it is rounded to the integers of the format, as in TensorRT. Numbers
-            that are not finite are ignored, with a `RuntimeWarning`.
+            of all batches, ``"entropy"``, as in TensorRT: a histogram of 2048 bins is rounded to the integers of the
+            format. The range ends at the magnitude where the histogram loses the least information (Kullback-Leibler).
+            Numbers that are not finite are ignored, with a `RuntimeWarning`.
         combine: the combined range of all batches: the ``"widest"`` (default), or the ``"mean"`` of both ends (not for
             entropy).
         call: a function of the model and of a batch that is run in place of the model's call: ``lambda m, *batch:

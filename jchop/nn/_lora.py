@@ -155,9 +155,9 @@ def split_lora(model: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
         model: as from `add_lora`.
 
     Returns:
-        A copy of the model with the layers in their own places, and for the path of each layer a dict of ``lora_a``,
-        ``lora_b`` and the ``rule``. A parameter named ``weight`` or ``kernel`` has the path of its layer, another one
-        its own.
+        A copy of the model with the layers in their own places, and a dict. The dict has ``lora_a``, ``lora_b`` and the
+        ``rule`` for the path of each layer. A parameter named ``weight`` or ``kernel`` has the path of its layer,
+        another one its own.
 
     Raises:
         ValueError: for a model without adapters.
@@ -218,8 +218,8 @@ def load_lora(
 ) -> Any:
     """Copies a model and adds the adapters of a folder of `save_lora` or PEFT: LoRA and rank-stabilized LoRA.
 
-    As in PEFT, a key of ``rank_pattern`` or ``alpha_pattern`` is a regular expression of the end of a path, and the
-    first one that matches decides.
+    As in PEFT, a key of ``rank_pattern`` or ``alpha_pattern`` is a regular expression of the end of a path. The first
+    one that matches decides.
 
     Args:
         path: a folder with ``adapter_model.safetensors`` and ``adapter_config.json``.

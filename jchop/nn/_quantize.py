@@ -68,11 +68,11 @@ def quantize(
 ) -> Any:
     """Copies a model and makes the copy round by rules.
 
-    The *program* of the model is quantized with `inputs` or `batches`, or if a rule matches a module with parameters
-    that is no layer of Flax. `jchop.quantize_fn` then runs each of its methods, and rounds the parameters that reach
-    products, whatever modules they are in. A rule then may have `weight`, `bias`, `activation`, `matmul` and the specs
-    of gradients. Calls of a module in the model by itself (``model.encoder(x)``) are under the rules, too. They are an
-    error if they need a stream of keys or kept scales, which belong to the model.
+    With `inputs` or `batches`, the *program* of the model is quantized. So it is if a rule matches a module with
+    parameters that is no layer of Flax. `jchop.quantize_fn` then runs each of its methods, and rounds the parameters
+    that reach products, whatever modules they are in. A rule then may have `weight`, `bias`, `activation`, `matmul` and
+    the specs of gradients. Calls of a module in the model by itself (``model.encoder(x)``) are under the rules, too.
+    They are an error if they need a stream of keys or kept scales, which belong to the model.
 
     Otherwise the *layers* of the model are quantized. They become layers of `jchop.nn` with the same name, parameters
     and paths, and round their result. They round in place of Flax's `rounded_dot_general`, `rounded_conv`, `einsum_op`,
@@ -126,7 +126,7 @@ def quantize(
             layer with its own functions instead of Flax's, a stochastic rule without `rngs`, other arguments in
             `inputs`, or `batches` in another mode. With `inputs`, for a layer that rounds its parameters already, or a
             method that is an attribute of one object.
-        NotImplementedError: for a product that is out of reach, a field that a program does not have, or packed
+        NotImplementedError: for a product that is out of reach, or a field that a program does not have. For packed
             parameters that `flax.nnx.SpectralNorm` or `WeightNorm` would normalize.
 
     Example:

@@ -83,16 +83,17 @@ def recipe(name: str, path: str = "*", **changes: Any) -> Rule:
     """Returns the rule of a published training method.
 
     Some recipes use the same rounded weight in the forward product and in the product for the inputs' gradient, Q(W^T)
-    = Q(W)^T: ``"float8_tensorwise"``, ``"float8_delayed"``, ``"nvfp4"``, ``"ibm_fp8"``, ``"ibm_hybrid_fp8"``,
+    = Q(W)^T. They are ``"float8_tensorwise"``, ``"float8_delayed"``, ``"nvfp4"``, ``"ibm_fp8"``, ``"ibm_hybrid_fp8"``,
     ``"wage"`` and, for weights with two axes, ``"deepseek_fp8"``. Others do not, by design, because their scales are
-    for rows or blocks along the sum of each product: ``"float8_rowwise"``, ``"float8_rowwise_with_gw_hp"``,
+    for rows or blocks along the sum of each product. They are ``"float8_rowwise"``, ``"float8_rowwise_with_gw_hp"``,
     ``"mxfp8"``, ``"mxfp4"``, ``"mxfp4_quartet"``, ``"int8"`` and ``"int8_stochastic"``.
 
     ``"nvfp4"`` and ``"mxfp4"`` rotate the operands of backward products (`jchop.Hadamard`). Convolutions and experts
     have no rotation: give them a rule of their own, ``recipe(name, operation="conv", rotation=None)``, before the
-    other. The published runs keep the first and the last blocks, the embeddings and the last layer in high precision:
-    put the rules of `keep_wide` before the recipe. Four over six is an option of NVIDIA's recipe: ``recipe("nvfp4",
-    activation="nvfp4(rule=four_over_six)")``. The weight, in tiles, and the gradient have the same option.
+    other. The published runs keep the first and the last blocks, the embeddings and the last layer in high precision.
+    For this, put the rules of `keep_wide` before the recipe. Four over six is an option of NVIDIA's recipe:
+    ``recipe("nvfp4", activation="nvfp4(rule=four_over_six)")``. The weight, in tiles, and the gradient have the same
+    option.
 
     In ``"mxfp4"`` and ``"mxfp4_quartet"`` all four operands of the backward products are rounded stochastically. Each
     product is right on average, since the rule ``floor_unclipped`` clips nothing. Its scales are 4/3 of the powers of
@@ -118,15 +119,15 @@ def recipe(name: str, path: str = "*", **changes: Any) -> Rule:
     result of a layer by a factor alpha, a power of two; here the model has to apply it.
 
     Args:
-        name: ``"float8_tensorwise"``, ``"float8_rowwise"``, ``"float8_rowwise_with_gw_hp"`` (from torchao, with scales
-            chosen anew for each tensor), ``"float8_delayed"`` (tensorwise, scales from a `DelayedScaling`; longer or
-            shorter by ``scale_from=``), ``"mxfp8"``, ``"mxfp4"`` (Tseng et al., AISTATS 2025: backward products of
-            stochastic operands, rotated), ``"mxfp4_quartet"`` (Castro et al., NeurIPS 2025: the forward product rotated
-            and clipped, too), ``"nvfp4"`` (NVIDIA: weights in tiles of 16 x 16, stochastic gradients, dw rotated),
-            ``"deepseek_fp8"`` (rows of 128, tiles of 128 x 128, sums of 128 products in float32), ``"int8"`` (torchao's
-            int8 mixed precision), ``"int8_stochastic"``, ``"ibm_fp8"`` (Wang et al., NeurIPS 2018: sums in e6m9 in
-            chunks of 64), ``"ibm_hybrid_fp8"`` (Sun et al., NeurIPS 2019) or ``"wage"`` (Wu et al., ICLR 2018: 2-8-8-8
-            bits of weights, activations, gradients, errors).
+        name: the method. ``"float8_tensorwise"``, ``"float8_rowwise"``, ``"float8_rowwise_with_gw_hp"``: from torchao,
+            with scales chosen anew for each tensor. ``"float8_delayed"``: tensorwise, with scales from a
+            `DelayedScaling`; longer or shorter by ``scale_from=``. ``"mxfp8"``. ``"mxfp4"`` (Tseng et al., AISTATS
+            2025): backward products of stochastic operands, rotated. ``"mxfp4_quartet"`` (Castro et al., NeurIPS 2025):
+            the forward product rotated and clipped, too. ``"nvfp4"`` (NVIDIA): weights in tiles of 16 x 16, stochastic
+            gradients, dw rotated. ``"deepseek_fp8"``: rows of 128, tiles of 128 x 128, sums of 128 products in float32.
+            ``"int8"``: torchao's int8 mixed precision. ``"int8_stochastic"``. ``"ibm_fp8"`` (Wang et al., NeurIPS
+            2018): sums in e6m9 in chunks of 64. ``"ibm_hybrid_fp8"`` (Sun et al., NeurIPS 2019). ``"wage"`` (Wu et al.,
+            ICLR 2018): 2-8-8-8 bits of weights, activations, gradients, errors.
         path: the path of the `Rule`. Default ``"*"``.
         changes: fields of the rule in place of the recipe's.
 

@@ -651,8 +651,8 @@ class SkipState(NamedTuple):
 def skip_nonfinite(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Skips the steps of `inner` with a NaN or an infinity: parameters and the state of `inner` do not change.
 
-    It checks the gradients, and the updates and the new state of `inner` (the square of a gradient of 1e20 overflows,
-    though the gradient does not). `optax.apply_if_finite` checks only gradients, and stops skipping after some steps;
+    It checks the gradients, and the updates and the new state of `inner`. (The square of a gradient of 1e20 overflows,
+    though the gradient does not.) `optax.apply_if_finite` checks only gradients, and stops skipping after some steps;
     this transformation always skips. Ranks that exchange numbers in `inner` skip a step together.
 
     Args:
@@ -712,7 +712,7 @@ def dynamic_loss_scale(
     float32 parameters: its moments need 4 bytes for each number, or fewer with ``mu_dtype`` or `quantize_state`.
 
     Multiply the loss by ``loss_scale(state)`` before differentiating. If a gradient, an update or the new state is NaN
-    or infinite, the step is skipped, as in `skip_nonfinite`, and the scale is divided by `factor`. After
+    or infinite, the step is skipped, as in `skip_nonfinite`. The scale is then divided by `factor`. After
     `growth_interval` sound steps in a row the scale is multiplied by `factor`. If the scale in the state is zero,
     negative, NaN or infinite, the step is skipped, too, and the scale becomes `initial`.
 

@@ -35,9 +35,9 @@ def mask(x: Any, n: int, m: int, *, axis: int | Sequence[int] = -1) -> Any:
     Along one axis, m consecutive numbers are a group. Of equal magnitudes the first stay, and NaN counts as the
     largest. If the last group is shorter, it keeps as many as n, too.
 
-    Along two axes, each row and each column of a tile of m x m keeps n numbers, so that the matrix and its transpose
-    are n:m sparse. Of all these masks (90 for 2 of 4) the result is the one whose numbers have the largest sum of
-    squares. It is exact but for the rounding of these sums in the dtype, at least float32.
+    Along two axes, each row and each column of a tile of m x m keeps n numbers. So the matrix and its transpose are n:m
+    sparse. Of all these masks (90 for 2 of 4) the result is the one whose numbers have the largest sum of squares. It
+    is exact but for the rounding of these sums in the dtype, at least float32.
 
     For another score pass other numbers. For Wanda and a weight of shape (inputs, outputs) they are
     ``w * norms[:, None]`` with the root mean square of each input.

@@ -102,8 +102,8 @@ def run(
 
     Raises:
         ModuleNotFoundError: if Flax, Optax or scikit-learn is missing.
-        TypeError, ValueError: for an argument out of range, a format that binary32 cannot hold, a spec with a rounding,
-            or a scaled format with channels or several axes.
+        TypeError, ValueError: for an argument out of range, or a spec with a rounding. For a format that binary32
+            cannot hold, or a scaled format with channels or several axes.
 
     Example:
         >>> from jchop import study

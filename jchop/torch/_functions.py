@@ -53,9 +53,9 @@ def round_to_format(
         seed: an integer from 0 to 2^64 - 1. The stochastic modes need it, or `generator`.
         gradient_seed: the seed for a cotangent that is rounded stochastically.
         generator: a generator from which the words of a key are drawn, in place of both seeds.
-        copy: whether the tensor may be copied if JAX cannot read it in place. This is so if it has gaps or overlaps in
-            memory (every second column, an expanded axis) or starts at an address that is not a multiple of 64 bytes.
-            Default False: an error then. Transposed and channels-last tensors need no copy.
+        copy: whether the tensor may be copied if JAX cannot read it in place. It cannot read gaps or overlaps in memory
+            (every second column, an expanded axis), nor an address that is not a multiple of 64 bytes. Default False:
+            an error then. Transposed and channels-last tensors need no copy.
 
     Returns:
         A new tensor of the same shape and dtype, with the same strides if the memory of `tensor` has no gaps. With
@@ -63,8 +63,8 @@ def round_to_format(
 
     Raises:
         TypeError: if `tensor` is not a tensor, or has another dtype.
-        ValueError: for an unknown text, a stochastic spec without a seed, a dtype that cannot hold every result of the
-            spec, or a tensor that would have to be copied.
+        ValueError: for an unknown text, a stochastic spec without a seed, or a tensor that would have to be copied. For
+            a dtype that cannot hold every result of the spec.
 
     Example:
         >>> import torch, jchop as jc
@@ -318,8 +318,8 @@ def matmul(
 ) -> Tensor:
     """Multiplies matrices in an emulated arithmetic: `jchop.math.matmul` for torch, with the same bits.
 
-    Works under `torch.compile`, `torch.func.vmap` and `torch.func.grad`. Gradients are those of the product of the
-    rounded operands. Autocast does not change the dtype.
+    Works under `torch.compile`, `torch.func.vmap` and `torch.func.grad`. Gradients are the gradients of the product of
+    the rounded operands. Autocast does not change the dtype.
 
     Args:
         a: the left factor, float16, bfloat16, float32 or float64, of shape (..., m, k) or (k,).

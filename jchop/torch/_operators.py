@@ -152,9 +152,9 @@ def as_jax(tensor: torch.Tensor, *, copy: bool = False) -> Array:
     Args:
         tensor: a tensor of any dtype that both libraries have. Any shape, on the CPU or a CUDA device. Its gradient is
             not converted.
-        copy: whether a tensor may be copied if its memory cannot be shared. This is so if it is not contiguous in C
-            order, starts at an address that is not a multiple of 64 bytes (as slices may), or is a lazy conjugate or
-            negative. Default False: an error then.
+        copy: whether a tensor may be copied if its memory cannot be shared. Memory is shared if it is contiguous in C
+            order and starts at a multiple of 64 bytes, which slices may not. A lazy conjugate or negative cannot be
+            shared, either. Default False: an error then.
 
     Returns:
         An array of the same shape, dtype and device. float64 and complex128 keep their dtype for every

@@ -23,8 +23,8 @@ class OptimLP(Optimizer):
 
     A step rounds the gradient, g = Qg(gradient_scale * gradient). The optimizer computes an update u from g at the
     accumulator a (at the parameter, if there is no accumulator). Then a = Qa(a + u), p = Qw(a), and every moment m =
-    Qm(m), after its use. torch computes the sums in the dtype of the parameters, for float16 and bfloat16 in float32.
-    So bfloat16 parameters under a stochastic ``weight`` train without a master copy.
+    Qm(m), after its use. The sums have the dtype of the parameters, for float16 and bfloat16 float32; torch computes
+    them. So bfloat16 parameters under a stochastic ``weight`` train without a master copy.
 
     Unlike QPyTorch's, it also scales gradients that are not rounded, and calls the closure. It accepts every optimizer
     with moments of the parameters' shapes, and has all its state in `state_dict`. Learning rate schedulers work as

@@ -73,9 +73,9 @@ def quantize(
     layers without one, as norms. A rule for layers without a weight alone rounds all of their parameters, inputs and
     gradients.
 
-    Scaled formats count the axes of torch's tensors: ``"mxfp8_e4m3"`` has blocks along the contracted axis of a linear
-    layer, and a convolution has its channels on axis 1. Gradients pass straight through the roundings. The layers'
-    seeds are ``seed`` with the number of the layer and of the rounding in the layer folded in.
+    Scaled formats count the axes of torch's tensors. ``"mxfp8_e4m3"`` has blocks along the contracted axis of a linear
+    layer. A convolution has its channels on axis 1. Gradients pass straight through the roundings. The layers' seeds
+    are ``seed`` with the number of the layer and of the rounding in the layer folded in.
 
     ``mode`` says how parameters are kept. ``"qat"`` trains them in full precision and rounds them at each use.
     ``"ptq"`` rounds them once and stores them packed. In place of the parameter ``weight`` the layer then has a
@@ -97,8 +97,8 @@ def quantize(
 
     Raises:
         TypeError, ValueError: as `jchop.quantize`, and for a tensor that would have to be copied. For rules that are
-            invalid, match no layer, have a field that torch cannot follow, or round a weight or bias that no matched
-            layer has.
+            invalid, match no layer, or have a field that torch cannot follow. For rules that round a weight or bias
+            that no matched layer has.
         NotImplementedError: for a layer that does not access its parameters by name, as `torch.nn.LSTM`, or computes
             within one function (activations in `torch.nn.MultiheadAttention`).
 

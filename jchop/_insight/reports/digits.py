@@ -197,7 +197,7 @@ def significant_digits(
         confidence: the probability, between 0 and 1.
         max_turns: the most turns of a `while` loop. A stopped loop has a note and a `RuntimeWarning`.
         narrow: the treatment of arrays of fewer bits than float64 in `fun`, as from ``jnp.float32(0)``. ``"raise"``
-            (default) raises an error where they do not mix with float64 or have no digits below those of the format.
+            (default) raises an error where they do not mix with float64, or have no digits beyond the format's.
             ``"carrier"`` computes them in float64. A function from `emulate` keeps its own.
         **kwargs: keyword arguments of the function.
 

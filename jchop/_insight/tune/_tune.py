@@ -166,9 +166,9 @@ def tune(
     tolerance is the result, with the errors that `emulate` gave. The same arguments give the same result, unless
     `seconds` ends the search.
 
-    Operations that make no error of their own have no format: negation, magnitude, maximum, comparisons, gathers and
-    other moves, and conversions between floating-point dtypes compute in the carrier. Arguments and constants are
-    rounded by the operations that read them.
+    Operations that make no error of their own have no format, and compute in the carrier. These are negation,
+    magnitude, maximum, comparisons, gathers and other moves, and conversions between floating-point dtypes. Arguments
+    and constants are rounded by the operations that read them.
 
     Formats that round to nearest even, with at most 25 significant bits, subnormal numbers and -0, are integers of one
     compiled program. A measurement then needs the time of a run. `emulate`, which is slower, measures other formats,

@@ -43,17 +43,17 @@ class Hadamard:
     """Rotation of both operands of a product along its sum, by blocks, before they are rounded.
 
     Each block of `size` numbers v becomes ``H (signs * v) / sqrt(size)``. H is a matrix of ones and minus ones with
-    orthogonal rows: Sylvester's if `size` is a power of two, else its product with one of Paley's. The sum of a product
-    stays the same but for rounding, and an outlier is spread over its block. Numbers after the last whole block stay as
-    they are. If `size` is a power of four, the elements of the matrix are powers of two.
+    orthogonal rows. It is Sylvester's if `size` is a power of two, else a product with one of Paley's. The sum of a
+    product stays the same but for rounding, and an outlier is spread over its block. Numbers after the last whole block
+    stay as they are. If `size` is a power of four, the elements of the matrix are powers of two.
 
     It is the field ``rotation`` of a `jchop.Rule`. For its use in training see NVIDIA, arXiv 2509.25149 (section 4.2),
     and Tseng et al., arXiv 2502.20586. For its use in inference see Ashkboos et al., "QuaRot", arXiv 2404.00456.
 
     Args:
-        size: the count of numbers in a block: a power of two, or a power of two times the size of a matrix of Paley's
-            (12, 20, 24, 28, 44, ...). ``"all"``: one block for the whole sum; if no matrix has that size, as few blocks
-            as possible. Default 16.
+        size: the count of numbers in a block. It is a power of two, or a power of two times the size of a matrix of
+            Paley's (12, 20, 24, 28, 44, ...). ``"all"``: one block for the whole sum; if no matrix has that size, as
+            few blocks as possible. Default 16.
         signs: 1 or -1 for each number of a block. Default None: the 16 signs that NVIDIA's Transformer Engine
             publishes, repeated or cut to `size`.
         products: the rotated products. ``"weight"`` (default): dw = x g alone, along its rows (tokens). ``"both"``: dx
@@ -309,9 +309,9 @@ class OperandLayout:
         return reshape(y, [shape[axis] for axis in order]).transpose(inverse)
 
     def entries(self, entries: Sequence[Any], shape: Sequence[int]) -> tuple[Any, ...]:
-        """The entries of a `PartitionSpec` for the layout of an array, with a stack in front, from those of its axes.
+        """The entries of a `PartitionSpec` for the layout of an array, with a stack in front.
 
-        Of the axes that become one, the first keeps its entry.
+        They come from the entries of its axes. Of the axes that become one, the first keeps its entry.
         """
         entries, stack = (*entries, *[None] * (len(shape) - len(entries))), len(shape) - len(self._order)
         first = next((axis for axis in self.contracting if shape[stack + axis] > 1), None)
@@ -321,9 +321,9 @@ class OperandLayout:
     def spec_in_place(self, spec: Spec, shape: Sequence[int]) -> Spec | None:
         """A spec that rounds an array of `shape` with its own axes as `spec` does in this layout, or None.
 
-        It is `spec` itself if the layout is that of the array, or there are no groups. Groups along one axis need not
-        be moved. But drawn bits depend on the layout, and so do sums over a group, where a rule takes some, and groups
-        of scales.
+        It is `spec` itself if the layout is the array's own, or there are no groups. Groups along one axis need not be
+        moved. But drawn bits depend on the layout, and so do sums over a group, if a rule has some, and groups of
+        scales.
         """
         fmt, backward, order = spec.format, spec.gradient.round, self._order
         if not isinstance(fmt, ScaledFormat) or (fmt.group is None and fmt.channel is None and fmt.sparse is None):

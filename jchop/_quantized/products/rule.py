@@ -70,9 +70,9 @@ class Rule(FieldsRepr):
         weight_gradient: the spec of both operands of the product dw = x g, instead of `activation` and `gradient`;
             ``"binary32"`` keeps it in float32.
         rotation: a `Hadamard`, which rotates both operands of the product dw, or of both backward products, along the
-            sum before they are rounded, from full precision. It needs the spec of a gradient, and products whose rows
-            are independent: of matrices, not convolutions or experts. ``products="forward"`` rotates the forward
-            product instead: of matrices and experts, in programs (`jchop.quantize_fn`), not in layers.
+            sum. It rotates before they are rounded, from full precision. It needs the spec of a gradient, and products
+            whose rows are independent: of matrices, not convolutions or experts. ``products="forward"`` rotates the
+            forward product instead: of matrices and experts, in programs (`jchop.quantize_fn`), not in layers.
             ``products="all"`` rotates all three: of matrices, in programs.
         cache: the spec of the keys and values that MultiHeadAttention stores for decoding, packed. A plain format, or
             one with scales for each token and head, as ``"int8(group=all)"``.
@@ -195,8 +195,8 @@ class Rule(FieldsRepr):
         The rules round the same tensors as in qwix; [](patterns.md) has a table of all fields.
 
         Args:
-            rules: a rule of qwix (`QuantizationRule`, `QtRule`, `LoraRule`), a dict with the same fields, several of
-                them, or the dict of a YAML file around them.
+            rules: a rule of qwix (`QuantizationRule`, `QtRule`, `LoraRule`), or a dict with the same fields. Or several
+                of them, or the dict of a YAML file around them.
 
         Raises:
             TypeError: for an argument that is no rule.
@@ -214,8 +214,8 @@ class Rule(FieldsRepr):
     def from_hf(cls, quantization_config: Any) -> list[Rule]:
         """Converts the ``quantization_config`` of a model of Hugging Face to rules.
 
-        The rules are for linear layers, with the names of the checkpoint as paths, but for ``model.`` in front of them.
-        [](patterns.md) has a table of all fields.
+        The rules are for linear layers. Their paths are the names of the checkpoint without ``model.`` in front. A
+        table of all fields is in [](patterns.md).
 
         Args:
             quantization_config: a dict, an object with a method ``to_dict``, or the whole ``config.json`` around it.

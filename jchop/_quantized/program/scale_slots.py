@@ -86,7 +86,7 @@ class ScaleSlot:
         name: of its entry.
         spec: of the operand.
         source: the rule's; None for a range that `calibrate` may fix.
-        loops: of the scans around it, the lengths, and whether it has an entry for each iteration.
+        loops: the lengths of the scans around it, and whether it has an entry for each turn.
         place: of the product, for errors.
         in_branch: whether calls may not reach it.
     """
@@ -100,12 +100,12 @@ class ScaleSlot:
 
     @property
     def stack(self) -> tuple[int, ...]:
-        """The axes in front of its entry, those of stacks of layers."""
+        """The axes of stacks of layers in front of its entry."""
         return tuple(length for length, own in self.loops if own)
 
     @property
     def kind(self) -> str:
-        """What is kept."""
+        """The kind of its entry."""
         return RANGE if self.source is None else _STATE_KINDS[type(self.source)]
 
     @property

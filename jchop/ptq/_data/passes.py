@@ -399,8 +399,8 @@ def statistics(
 
     Returns:
         A `Statistics`: a mapping from paths (as in `jchop.quantize_fn`) to `InputStatistics`. Its `left_out` says which
-        parameters of products have none, and why: parameters within `while` loops and `shard_map`, parameters that
-        are computed with before the product, and parts of an axis.
+        parameters of products have none, and why. Reasons are `while` loops and `shard_map` around a product,
+        computations with a parameter before its product, and parts of an axis.
 
     Raises:
         TypeError: for `batches` of another type.
