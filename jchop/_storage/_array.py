@@ -187,7 +187,7 @@ class QArray:
         return self.__jax_array__() @ other
 
     def form(self, dtype: Any = None) -> _codes.QArrayForm:
-        """The static data of `decode_qarray`, for results in `dtype` (default: the dtype of the array)."""
+        """Returns the static data of `decode_qarray`, for results in `dtype` (default: the dtype of the array)."""
         dtype = np.dtype(self.dtype if dtype is None else dtype)
         return _codes.QArrayForm(_codes.spec_of_part(self.spec, self.ndim), self.length, dtype.name)
 

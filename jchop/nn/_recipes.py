@@ -121,13 +121,14 @@ def recipe(name: str, path: str = "*", **changes: Any) -> Rule:
     Args:
         name: the method. ``"float8_tensorwise"``, ``"float8_rowwise"``, ``"float8_rowwise_with_gw_hp"``: from torchao,
             with scales chosen anew for each tensor. ``"float8_delayed"``: tensorwise, with scales from a
-            `DelayedScaling`; longer or shorter by ``scale_from=``. ``"mxfp8"``. ``"mxfp4"`` (Tseng et al., AISTATS
-            2025): backward products of stochastic operands, rotated. ``"mxfp4_quartet"`` (Castro et al., NeurIPS 2025):
-            the forward product rotated and clipped, too. ``"nvfp4"`` (NVIDIA): weights in tiles of 16 x 16, stochastic
-            gradients, dw rotated. ``"deepseek_fp8"``: rows of 128, tiles of 128 x 128, sums of 128 products in float32.
-            ``"int8"``: torchao's int8 mixed precision. ``"int8_stochastic"``. ``"ibm_fp8"`` (Wang et al., NeurIPS
-            2018): sums in e6m9 in chunks of 64. ``"ibm_hybrid_fp8"`` (Sun et al., NeurIPS 2019). ``"wage"`` (Wu et al.,
-            ICLR 2018): 2-8-8-8 bits of weights, activations, gradients, errors.
+            `DelayedScaling`; longer or shorter by ``scale_from=``. ``"mxfp8"`` (OCP): blocks of 32 along the sum of
+            each product. ``"mxfp4"`` (Tseng et al., AISTATS 2025): backward products of stochastic operands, rotated.
+            ``"mxfp4_quartet"`` (Castro et al., NeurIPS 2025): the forward product rotated and clipped, too. ``"nvfp4"``
+            (NVIDIA): weights in tiles of 16 x 16, stochastic gradients, dw rotated. ``"deepseek_fp8"``: rows of 128,
+            tiles of 128 x 128, sums of 128 products in float32. ``"int8"``: torchao's int8 mixed precision.
+            ``"int8_stochastic"``: the same, with operands rounded stochastically. ``"ibm_fp8"`` (Wang et al., NeurIPS
+            2018): sums in e6m9 in chunks of 64. ``"ibm_hybrid_fp8"`` (Sun et al., NeurIPS 2019): e4m3 forward, e5m2
+            backward. ``"wage"`` (Wu et al., ICLR 2018): 2-8-8-8 bits of weights, activations, gradients, errors.
         path: the path of the `Rule`. Default ``"*"``.
         changes: fields of the rule in place of the recipe's.
 

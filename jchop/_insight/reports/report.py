@@ -55,7 +55,8 @@ class PlacedRow:
         return os.path.basename(self.source)
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields by name; a number that is not finite is None, an event a dict of its turn, place and order."""
+        """Returns the fields by name. A number that is not finite is None, an event a dict of its turn, place and
+        order."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
         return plain_data({name: vars(value) if isinstance(value, Event) else value for name, value in values.items()})
 
@@ -178,7 +179,7 @@ class Report(PictureReport):
         return sum(row.results for row in self.rows)
 
     def first(self, event: Literal["overflow", "nan", "invalid"]) -> ReportRow | None:
-        """The row of the first event of a kind; None if there is none.
+        """Returns the row of the first event of a kind; None if there is none.
 
         Args:
             event: ``"overflow"``, ``"nan"`` or ``"invalid"``.

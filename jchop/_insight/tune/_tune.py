@@ -113,7 +113,7 @@ class Tuning(PictureReport):
         return max(self.errors)
 
     def as_dict(self) -> dict[str, Any]:
-        """As of every report, and the largest error."""
+        """Returns the data of every report, and the largest error."""
         return {"error": plain_data(self.error), **super().as_dict()}
 
     def _parts(self) -> Iterator[TableOrLine]:

@@ -281,7 +281,7 @@ class OperandLayout:
 
     @staticmethod
     def of(free: Sequence[int], contracting: Sequence[int]) -> OperandLayout:
-        """A layout of any sequences of axes."""
+        """Makes a layout of any sequences of axes."""
         return OperandLayout(tuple(free), tuple(contracting))
 
     @property
@@ -294,22 +294,22 @@ class OperandLayout:
         return (*self.free, *self.contracting)
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape that an array of `shape` has in this layout."""
+        """Returns the shape that an array of `shape` has in this layout."""
         return (*(shape[axis] for axis in self.free), math.prod(shape[axis] for axis in self.contracting))
 
     def lay(self, x: Array, rotation: Hadamard | None = None) -> Array:
-        """`x` in this layout, rotated along its last axis."""
+        """Lays `x` out so, and rotates it along its last axis."""
         y = reshape(x.transpose(self._order), self.shape(x.shape))
         return y if rotation is None else rotation.rotate(y)
 
     def back(self, y: Any, shape: Sequence[int]) -> Any:
-        """An array of `shape`, of JAX or NumPy, from its layout."""
+        """Returns an array of `shape`, of JAX or NumPy, from its layout."""
         order = self._order
         inverse = sorted(range(len(order)), key=order.__getitem__)
         return reshape(y, [shape[axis] for axis in order]).transpose(inverse)
 
     def entries(self, entries: Sequence[Any], shape: Sequence[int]) -> tuple[Any, ...]:
-        """The entries of a `PartitionSpec` for the layout of an array, with a stack in front.
+        """Returns the entries of a `PartitionSpec` for the layout of an array, with a stack in front.
 
         They come from the entries of its axes. Of the axes that become one, the first keeps its entry.
         """
@@ -319,7 +319,7 @@ class OperandLayout:
         return (*front, None if first is None else entries[stack + first])
 
     def spec_in_place(self, spec: Spec, shape: Sequence[int]) -> Spec | None:
-        """A spec that rounds an array of `shape` with its own axes as `spec` does in this layout, or None.
+        """Returns a spec that rounds an array of `shape` with its own axes as `spec` does in this layout, or None.
 
         It is `spec` itself if the layout is the array's own, or there are no groups. Groups along one axis need not be
         moved. But drawn bits depend on the layout, and so do sums over a group, if a rule has some, and groups of
