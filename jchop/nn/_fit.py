@@ -140,8 +140,8 @@ class Folded(nnx.Module):
     """The replacement of a folded batch norm: the identity.
 
     Example:
-        >>> import jax.numpy as jnp, jchop as jc
-        >>> jc.nn.Folded()(jnp.ones(2), use_running_average=True).tolist()
+        >>> import jax.numpy as jnp
+        >>> Folded()(jnp.ones(2), use_running_average=True).tolist()
         [1.0, 1.0]
     """
 

@@ -333,7 +333,7 @@ class StudyResult(SavedStudy):
         >>> from jchop import study
         >>> result = study.run("wine", formats=["half"], modes=["down"], epochs=5)
         >>> result.cell("half", "down").bits, result.formats, result.modes
-        (16.0, ('half',), ('down',))
+        (16, ('half',), ('down',))
     """
 
     rows: tuple[StudyRow, ...]

@@ -55,8 +55,7 @@ class PlacedRow:
         return os.path.basename(self.source)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the fields by name. A number that is not finite is None, an event a dict of its turn, place and
-        order."""
+        """Returns the fields by name. A number that is not finite is None, an event a dict of its fields."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
         return plain_data({name: vars(value) if isinstance(value, Event) else value for name, value in values.items()})
 
