@@ -54,9 +54,9 @@ def calibrate(
             Numbers that are not finite are ignored, with a `RuntimeWarning`.
         combine: the combined range of all batches: the ``"widest"`` (default), or the ``"mean"`` of both ends (not for
             entropy).
-        call: a function of the model and of a batch that is run in place of the model's call: ``lambda m, *batch:
-            m.decode(*batch)``. For a module of Equinox whose call is for one example, ``lambda m, x: jax.vmap(m)(x)``.
-            Default None.
+        call: a function of the model and of a batch that is run in place of the model's call:
+            ``lambda m, *batch: m.decode(*batch)``. For a module of Equinox whose call is for one example,
+            ``lambda m, x: jax.vmap(m)(x)``. Default None.
         progress: function of the number of completed batches.
 
     Returns:

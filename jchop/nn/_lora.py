@@ -53,8 +53,8 @@ def add_lora(
       and B are `flax.nnx.LoRAParam`: ``nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))`` and
       ``nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)`` train them alone. Dropout is applied until ``model.eval()``.
     * Equinox, and parameters of `fun`: a matched parameter becomes an ``AdaptedParam`` in its place, and `lora_mask`
-      says which arrays to train. Dropout is applied in calls with a key: ``low(params, x, key=key)``, or ``model(x,
-      rounding_key=key)`` in Equinox.
+      says which arrays to train. Dropout is applied in calls with a key: ``low(params, x, key=key)``, or
+      ``model(x, rounding_key=key)`` in Equinox.
     * Linen: `model` is the variables of `fun`. Adapters are the collection ``"lora"``, which trains alone:
       ``jax.grad(lambda lora: loss(low.apply({**variables, "lora": lora}, x)))(variables["lora"])``. Dropout is applied
       with ``rngs={"dropout": key}``.

@@ -105,8 +105,8 @@ def recipe(name: str, path: str = "*", **changes: Any) -> Rule:
     w to the backward products; here x and w come from full precision. They have no gradient of numbers beyond the
     largest element; here numbers that round beyond it, 7/6 of it and more, have none. Their released kernels divide by
     the standard deviation of a block, plus 1e-8. QuEST (arXiv 2502.05003), and the rule ``quest`` here, divide by the
-    root mean square. ``"mxfp4_quartet"`` is for programs (`jchop.quantize_fn`, ``jc.nn.quantize(model, rules,
-    inputs=...)``).
+    root mean square. ``"mxfp4_quartet"`` is for programs (`jchop.quantize_fn`,
+    ``jc.nn.quantize(model, rules, inputs=...)``).
 
     ``"int8"``, ``"int8_stochastic"`` and ``"deepseek_fp8"`` multiply codes. With ``product="codes"`` so do ``"mxfp8"``,
     ``"mxfp4"``, ``"nvfp4"`` and the others of float8, except ``"float8_delayed"``, whose scales have a source of their

@@ -40,8 +40,8 @@ def value_grid(formats: ElementFormat | str | Sequence[ElementFormat | str], *, 
 
     Raises:
         TypeError: for a scaled format, whose values depend on the data.
-        ValueError: without formats, for a wider format, or for a format whose values binary64 cannot hold. In a list,
-            for a format without a positive value.
+        ValueError: without formats, for a wider format, or for a format whose values binary64 cannot hold. For a single
+            format without a value but zero, or a format of a list without a positive value.
 
     Example:
         >>> from jchop import plot
