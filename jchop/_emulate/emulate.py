@@ -64,75 +64,77 @@ def emulate(
     max_turns: int | None = None,
     stop_at: Literal["overflow", "nan", "invalid"] | None = None,
 ) -> Any:
-    """`fun` with every floating-point operation rounded to `spec`, with the same signature.
+    """Rounds every floating-point operation of `fun` to `spec`; the signature stays the same.
 
     JAX traces `fun` to a program, which runs operation by operation. Arguments and constants are rounded on entry. For
-    +, −, ×, ÷ and √ the *exact* result of the rounded operands is rounded once, in every mode; an integer power is a
-    sequence of such products. For formats of up to 16 bits, exp, log, pow, atan2 and the other elementary functions of
-    `jchop.math` round the exact value once, also those that JAX composes of several operations (hypot, log10 ...).
+    +, −, ×, ÷ and √ the *exact* result of the rounded operands is rounded once, in every mode. An integer power is a
+    sequence of these products. For formats of up to 16 bits, exp, log, pow, atan2 and the other elementary functions of
+    `jchop.math` round the exact value once. So do those that JAX composes of several operations (hypot, log10 ...).
+
     Other functions (lgamma ...), conversions and sums across devices round the carrier's result once more. So do calls
-    of `jax.random`; their results are never an excluded end of the interval. Sums along axes, products of matrices,
-    convolutions, cumulative sums and products, and scatters that add, subtract or multiply follow `accumulate`.
+    of `jax.random`; their results are never an excluded end of the interval. `accumulate` decides sums along axes,
+    products of matrices, convolutions, cumulative sums and products, and scatters that add, subtract or multiply.
     Operations that only move or choose values (slices, transposes, sorting, max ...) round nothing. Integers, booleans
-    and the counts of means do not change; constants at limits of the carrier become those of the format. A function of
+    and the counts of means do not change. Constants at limits of the carrier become limits of the format. A function of
     jchop is one operation. Operations within calls, loops, branches, remat, shard_map and functions with custom
     derivative rules are rounded, too.
 
-    ``jax.grad(emulate(fun, spec))`` differentiates in the carrier, at the rounded values, with the identity as the
-    derivative of rounding (straight-through). ``emulate(jax.grad(fun), spec)`` computes the derivative in the
-    arithmetic of `spec`. Put `jax.jit` around the result, as around any function: without it, the operations run one
-    after the other. With it, equations that repeat, such as those of unrolled layers, are compiled once, as a loop that
-    gives the same bits. An eager call traces `fun` once for arguments of the same shapes, dtypes and other values, and
-    again if `fun` reads an object that has changed: in its closure, its defaults or globals. Objects of classes may
-    change unseen, so a function that reads such objects is traced in every call, in much less time than the first call
-    takes.
+    ``jax.grad(emulate(fun, spec))`` differentiates in the carrier, at the rounded values. The derivative of rounding is
+    then the identity (straight-through). ``emulate(jax.grad(fun), spec)`` computes the derivative in the arithmetic of
+    `spec`.
+
+    Put `jax.jit` around the result, as around any function. Without it, the operations run one after the other. With
+    it, equations that repeat, as in unrolled layers, are compiled once, as a loop that gives the same bits. An eager
+    call traces `fun` once for arguments of the same shapes, dtypes and other values. It traces again if an object that
+    `fun` reads has changed: in its closure, its defaults or globals. Objects of classes may change unseen. A function
+    that reads them is traced in every call, in much less time than the first call needs.
 
     Without a function the result is a decorator, also for methods: ``@jc.emulate("bfloat16")``.
 
     Args:
         fun: a function that JAX can trace. Arrays and Python floats among its arguments are rounded; other arguments
             are passed unchanged. Omitted for a decorator.
-        spec: the rounding of every operation: a `Spec`, a format, or text. None: no rounding. The carrier, which is the
-            dtype of the program, must be wide enough for the format.
+        spec: the rounding of every operation: a `Spec`, a format, or text. None: no rounding. The carrier is the dtype
+            of the program. It must be wide enough for the format.
         rules: other arithmetic for parts of the program, as a mapping. A key is a pattern ([](patterns.md)) for a piece
-            of the path of an operation: its `jax.named_scope` and `jax.jit` names, then its primitive (``"exp"``,
-            ``"block*/norm"``, ``"softmax/exp"``, ``"!softmax"``). A value is a spec, None for the carrier, a
-            `MatmulSpec` in place of `accumulate`, or a Python function in place of a primitive: its arguments are the
+            of the path of an operation. The path has the names of `jax.named_scope` and `jax.jit`, then the primitive:
+            ``"exp"``, ``"block*/norm"``, ``"softmax/exp"``, ``"!softmax"``. A value is a spec, None for the carrier, a
+            `MatmulSpec` in place of `accumulate`, or a Python function in place of a primitive. The function gets the
             primitive's rounded operands, and the parameters as keywords; its results are rounded once. The first key
             that matches counts.
-        accumulate: the order and the roundings of sums, a `MatmulSpec`; the sum is then rounded to `spec`. Cumulative
+        accumulate: the order and the roundings of sums, a `MatmulSpec`. The sum is then rounded to `spec`. Cumulative
             sums, and products along axes, are sequential for every order. Default None: **the carrier's own sum**,
             rounded once at the end.
-        key: a typed key, needed if a rounding is stochastic; the keyword argument ``key`` of the result replaces it.
-            Each operation and each turn of a loop draws different bits; the same key gives the same bits again.
-        unknown: the treatment of primitives without a rule: ``"raise"`` an error (default), ``"round_output"`` rounds
-            the operands and the carrier's results, ``"carrier"`` rounds nothing.
-        narrow: the treatment of arrays in `fun` whose dtype has fewer bits than that of the widest argument, such as
-            float16 in a program of float32: ``"raise"`` an error if the dtype cannot hold the format (default),
-            ``"carrier"`` computes them in the dtype of the widest argument. Conversions to such dtypes then round to
-            `spec` alone. Results keep their dtypes.
-        max_turns: the most turns of a `while` loop (`jax.lax.while_loop`, and `jax.lax.fori_loop` with bounds that are
-            not constants). If the condition still holds then, the loop ends with its present values, and a
-            `RuntimeWarning` names the line of the condition and the numbers compared. Under `jax.jit` the warning comes
-            when the program runs (``jax.effects_barrier()`` waits for it). In a low format ``while t < 10: t += 0.01``
-            may never end. Default None: any number of turns.
+        key: a typed key, needed if a rounding is stochastic. The keyword argument ``key`` of the result replaces it.
+            Each operation and each turn of a loop draws different bits. The same key gives the same bits again.
+        unknown: the treatment of primitives without a rule. ``"raise"`` raises an error (default), ``"round_output"``
+            rounds the operands and the carrier's results, ``"carrier"`` rounds nothing.
+        narrow: the treatment of arrays in `fun` whose dtype has fewer bits than the widest argument, as float16 in a
+            program of float32. ``"raise"`` (default) raises an error if the dtype cannot hold the format. ``"carrier"``
+            computes them in the dtype of the widest argument; conversions to their dtypes then round to `spec` alone.
+            Results keep their dtypes.
+        max_turns: the most turns of a `while` loop: `jax.lax.while_loop`, and `jax.lax.fori_loop` with bounds that are
+            not constants. If the condition still holds then, the loop ends with its present values. A `RuntimeWarning`
+            names the line of the condition and the numbers compared. Under `jax.jit` the warning comes when the program
+            runs (``jax.effects_barrier()`` waits for it). In a low format ``while t < 10: t += 0.01`` may never end.
+            Default None: any number of turns.
         stop_at: the event that ends a call with a `FloatingPointError`, as ``jax_debug_nans`` does for NaN of the
-            carrier: the first ``"overflow"`` (a result that is finite in the carrier, but not in the format, or that
-            saturates or wraps there), ``"nan"`` or ``"invalid"`` (a NaN of operands without NaN). The error names the
-            operation, its operands, line, turn and scope. The program runs one operation after the other beside the
-            same program in the carrier, loops turn by turn, so it is much slower, and not possible under `jax.jit` or
-            `jax.grad`. Default None.
+            carrier. ``"overflow"`` is the first result that is finite in the carrier, but not in the format, or that
+            saturates or wraps there. ``"nan"`` is the first NaN, and ``"invalid"`` the first NaN of operands without
+            NaN. The error names the operation, its operands, line, turn and scope. The program runs one operation after
+            the other beside the same program in the carrier, loops turn by turn. So it is much slower, and not possible
+            under `jax.jit` or `jax.grad`. Default None.
 
     Returns:
-        The function, with one more keyword argument, ``key``, which is not passed to `fun`: a ``key`` of `fun` itself
+        The function, with one more keyword argument, ``key``, which is not passed to `fun`. A ``key`` of `fun` itself
         is passed by position. Results have the dtypes of the results of `fun`. Without `fun`, a decorator.
 
     Raises:
-        TypeError: for a `fun` that is not a function, arguments in another order, no spec, or rules, an accumulation or
-            a key of another type; when called, for traced arguments with ``stop_at``, or for the keyword argument
-            ``key`` if no rounding draws from it and `fun` has a parameter ``key`` without a value.
+        TypeError: for a `fun` that is not a function, arguments in another order, or no spec. For rules, an
+            accumulation or a key of another type. When called, for traced arguments with ``stop_at``. When called with
+            ``key``, if no rounding draws from it and `fun` has a parameter ``key`` without a value.
         FloatingPointError: when called, for the event ``stop_at``.
-        ValueError: for ``max_turns`` below 1; when called, for a carrier too narrow for `spec`, a stochastic spec
+        ValueError: for ``max_turns`` below 1. When called, for a carrier too narrow for `spec`, a stochastic spec
             without a key, or a rule that matches nothing.
         NotImplementedError: when called, for a primitive without a rule, if ``unknown="raise"``.
 
@@ -233,11 +235,11 @@ class EmulatedFunction:
             self.__signature__ = _signature_with_key(own)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """A method of an instance, as for plain functions."""
+        """Binds the function to an instance, as plain functions do."""
         return self if instance is None else MethodType(self, instance)
 
     def __call__(self, *args: Any, key: Array | None = None, **kwargs: Any) -> Any:
-        """`fun` of the arguments; `key` replaces the key of `emulate`."""
+        """Calls `fun` in the arithmetic; `key` replaces the key of `emulate`."""
         seeds = seeds_of_call(self, key, args, kwargs)
         program = self._program(key, args, kwargs)
         # A program may compute a NaN that it never uses, as jnp.var does, or begin a maximum with -inf, so

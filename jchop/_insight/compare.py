@@ -56,12 +56,12 @@ class ComparisonRow:
         worst_relative: the largest magnitude of (x - y) / x, of numbers other than zero; 1 if a number became zero and
             none was further off.
         overflow: share of numbers that became infinite or NaN.
-        clipped: share of numbers that lie beyond the largest or the lowest value of the format (times their scale) by
-            more than half its distance to the next value, and became it. NaN if it is not known: for elements of more
-            than 16 bits under scales.
+        clipped: share of numbers that became the largest or the lowest value of the format (times their scale). They
+            were beyond it by more than half its distance to the next value. NaN if the share is not known: for elements
+            of more than 16 bits under scales.
         underflow: share of numbers other than zero that became zero.
         largest: the largest finite value; NaN for a scaled format, whose values depend on the data.
-        exponent: the array was multiplied by two to this power before, and divided after; 0 if not.
+        exponent: the power of two that multiplied the array before the rounding, and divided it after; 0 for none.
     """
 
     format: str
@@ -100,7 +100,7 @@ class Comparison(RowReport):
         rows: a `ComparisonRow` for each format, in the order given.
         shape: shape of the array.
         dtype: its dtype.
-        lost: how many of its numbers are infinite or NaN, and do not count.
+        lost: the number of infinite or NaN elements, which do not count.
         scale: as given to `compare`.
 
     Example:
@@ -117,7 +117,7 @@ class Comparison(RowReport):
     scale: str = "none"
 
     def plot(self, *, title: str = "Bits against signal-to-noise ratio") -> Figure:
-        """`jchop.plot.pareto` of bits and ratios; needs matplotlib."""
+        """Draws bits and ratios with `jchop.plot.pareto`; needs matplotlib."""
         from jchop.plot import pareto
 
         names, bits, ratios = (self.columns()[name] for name in ("format", "bits", "snr"))
@@ -150,25 +150,26 @@ def compare(
     *,
     scale: Literal["none", "fit"] = "none",
 ) -> Comparison:
-    """The errors of an array in several formats, side by side: signal-to-noise ratio, worst errors, losses, bits.
+    """Compares the errors of an array in several formats: signal-to-noise ratio, worst errors, losses, bits.
 
-    Each row is of ``round_to_format(x, format)`` exactly. Overflow rules are those of the specs: ``"float8_e4m3fn"``
-    overflows to NaN beyond 448, and ``"float8_e4m3fn:saturate"`` clips. The formats of the default list clip, as
-    hardware does, but binary16. To compare formats by precision, not range, pass ``scale="fit"``.
+    Each row measures ``round_to_format(x, format)`` exactly. The specs decide overflow: ``"float8_e4m3fn"`` overflows
+    to NaN beyond 448, and ``"float8_e4m3fn:saturate"`` clips. The formats of the default list clip, as hardware does;
+    binary16 alone does not. To compare formats by precision, not range, pass ``scale="fit"``.
 
     Args:
-        x: numbers of any shape but empty: an array of JAX or NumPy, or a list. float16 and bfloat16 are rounded as
-            float32, which is exact; integers and booleans as float64. Formats with values that float32 lacks round
-            float32 numbers as float64.
-        formats: specs, formats, or texts, or one of them. Default: 16-bit and 8-bit floats, int8 and int4 with one
-            scale for the tensor, each row or each group, nf4, MX formats and nvfp4.
+        x: numbers of any shape but empty: an array of JAX or NumPy, or a list. Elements of float16 and bfloat16 are
+            rounded as float32, which is exact; integers and booleans as float64. Formats with values that float32 lacks
+            round float32 numbers as float64.
+        formats: specs, formats, or texts, or one of them. Default: 16-bit and 8-bit floats, nf4, MX formats and nvfp4,
+            and int8 and int4 with one scale for the tensor, each row or each group.
         key: a typed key, needed by the stochastic modes; each format draws the same bits.
-        scale: ``"none"`` (default), or ``"fit"``: a format without scales gets x times the largest power of two under
-            which no number lies beyond its largest value, and the result is divided by it. The product is computed in
-            float64. Scaled formats choose their own scales and are not changed.
+        scale: ``"none"`` (default), or ``"fit"``. With ``"fit"`` a format without scales gets x times a power of two,
+            and the result is divided by it. It is the largest power under which no number is beyond the format's
+            largest value. The product is computed in float64. Scaled formats choose their own scales and are not
+            changed.
 
     Returns:
-        A `Comparison`: its `str` is a table, `rows` are the numbers, `to_json` and `plot` show them.
+        A `Comparison`. Its `str` is a table, `rows` are the numbers, `to_json` and `plot` show them.
 
     Raises:
         TypeError: for complex numbers or objects, or a traced array.

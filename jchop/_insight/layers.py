@@ -36,7 +36,7 @@ class SensitivityRow:
     """One layer in one format.
 
     Args:
-        path: its path in the model; ``"all"`` for one rule that has all layers.
+        path: its path in the model; ``"all"`` for one rule of all layers.
         layer: its class; empty for all layers.
         format: the spec, as text.
         snr: signal-to-noise ratio of the model's output in dB; infinite without an error, -infinite if an output of the
@@ -54,7 +54,8 @@ class Sensitivity(PictureReport):
     """The layers of a model by formats. Its text is a table of decibels: the lowest layer of a column matters most.
 
     Args:
-        rows: a `SensitivityRow` for each layer and format, layer by layer, and for one rule that has all layers.
+        rows: a `SensitivityRow` for each layer and format, layer by layer. The last rows are of one rule for all
+            layers.
         formats: the formats, as texts, in their order.
     """
 
@@ -89,25 +90,23 @@ def sensitivity(
     rngs: nnx.Rngs | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Sensitivity:
-    """How much the output of a model suffers when one layer is rounded: for each layer, and each format.
+    """Measures the error of a model's output when one layer is rounded, for each layer and each format.
 
-    The signal-to-noise ratio is 10 log10(Σ y² / Σ (y - z)²) in dB over all batches: y are the outputs of the model, z
-    those of the model with a rule for one layer alone. A last row for each format has one rule for all layers, which
-    leaves norms as they are (`jchop.Rule`). Layers with a low ratio should keep more bits.
+    The signal-to-noise ratio is 10 log10(Σ y² / Σ (y - z)²) in dB over all batches. Here y are the outputs of the
+    model, and z its outputs with a rule for one layer alone. A last row for each format has one rule for all layers,
+    which leaves norms as they are (`jchop.Rule`). Layers with a low ratio should keep more bits.
 
     Args:
         model: a module of Flax NNX that is not quantized; it is not changed.
-        formats: what the layer is rounded to, one or several; scaled formats have their scales along the inputs of a
-            layer.
+        formats: the formats of the layer, one or several. Scaled formats have their scales along the inputs of a layer.
         batches: the arguments of the model: tuples, or the only argument.
-        tensors: the tensors of the layer that are rounded: ``"weight"``, ``"activation"``, or both. Default
-            ``("weight",)``.
+        tensors: the rounded tensors of the layer: ``"weight"``, ``"activation"``, or both. Default ``("weight",)``.
         call: a function of the model and a batch's arguments to arrays. Default ``model(*batch)``.
         rngs: with a stream ``"rounding"``, for stochastic formats. Default None.
         progress: function of the number of completed layers and formats, and of all.
 
     Returns:
-        A `Sensitivity`: its `str` is a table; `as_dict`, `to_json` and `plot` show it in other ways.
+        A `Sensitivity`. Its `str` is a table; `as_dict`, `to_json` and `plot` show it in other ways.
 
     Raises:
         TypeError: for a model that is no module of Flax NNX.
@@ -182,9 +181,9 @@ class TunedLayer:
         bits: the bits of a weight, with its part of the scales.
         score: its part in the total score.
         weight_snr: signal-to-noise ratio of its weights in dB; infinite if they are exact.
-        activation_snr: the same of its inputs, rounded to the rule's activation; infinite without one. It is nan if the
-            loss does not call the layer, or calls it within a transformation of JAX.
-        output_snr: the same of its results on the data, of the same inputs; nan as `activation_snr`.
+        activation_snr: the same of its inputs, rounded to the rule's activation; infinite without one. NaN if the loss
+            does not call the layer, or calls it within a transformation of JAX.
+        output_snr: the same of its results on the data, of the same inputs; NaN as `activation_snr`.
     """
 
     path: str
@@ -214,9 +213,9 @@ class BitAllocation(RowReport):
         bytes: the bytes of all weights.
         loss: the loss on the data of the model under the rules.
         loss_before: the loss of the model itself.
-        uniform: of each format of the menu as text, the bits and the loss if every layer has it.
+        uniform: the bits and the loss if every layer has one format, for each format of the menu as text.
         front: (bits, score) of the best choices, from cheap to exact.
-        notes: sentences about the choice, and about parameters and layers that it leaves out.
+        notes: sentences about the choice, and about the parameters and layers without a format.
     """
 
     rules: tuple[Rule, ...]
@@ -314,39 +313,41 @@ def allocate_bits(
     groups: Sequence[str] = (),
     layers: str = "*",
 ) -> BitAllocation:
-    """A format for each layer of a model, with the least total score under a budget of bits or bytes.
+    """Chooses a format for each layer of a model, with the least total score under a budget of bits or bytes.
 
-    The Fisher score of a layer in a format is the sum of (∂L/∂y)²·(ŷ − y)² over its results y on the data, with ŷ the
-    results of the rounded layer of the same inputs: the second-order change of a loss whose curvature is the square
-    of its gradient. The scores of the layers add up, and a dynamic program finds the best sum under the budget exactly.
-    A score holds the roundings of its own layer alone. The score of an `nnx.Embed` holds its lookups and its products.
-    The loss of the model is then measured under the rules, and in each single format. A note names the single
-    formats within the budget that have a lower loss. Near a minimum of the loss a gradient says little: use labels that
-    the model itself draws, with which the square of the gradient is the curvature of the divergence from the model.
+    The Fisher score of a layer in a format is the sum of (∂L/∂y)²·(ŷ − y)² over its results y on the data. Here ŷ are
+    the results of the rounded layer for the same inputs. The sum is the second-order change of a loss whose curvature
+    is the square of its gradient. The scores of the layers add up. A dynamic program finds the best sum under the
+    budget exactly. A score holds the roundings of its own layer alone. The score of an `nnx.Embed` holds its lookups
+    and its products. The loss of the model is then measured under the rules, and in each single format. A note names
+    the single formats within the budget that have a lower loss. Near a minimum of the loss a gradient says little. Use
+    labels that the model itself draws there: the square of the gradient is then the curvature of the divergence from
+    the model.
 
     Args:
         model: a module of Flax NNX.
-        menu: two formats or more for the weights: specs, formats, scaled formats or text; a `Rule` with the default
-            path, for more tensors than the weights; None leaves a layer as it is.
+        menu: two formats or more for the weights: specs, formats, scaled formats or text. A `Rule` with the default
+            path is for more tensors than the weights. None leaves a layer as it is.
         batches: the arguments of `loss` after the model: tuples, or the only argument.
         loss: a function of the model and of a batch's arguments to a number, which JAX can differentiate.
         bits: the most mean bits of a weight, the scales included. Either this or `bytes`.
         bytes: the most bytes of all weights of the layers.
-        score: ``"fisher"``, or ``"loss"``: the loss of the model with only this layer rounded, minus that of the model,
-            which takes a run for each layer and format. Default ``"fisher"``.
-        groups: patterns ([](patterns.md)) of layers that must agree: the layers that match a pattern and have the same
+        score: ``"fisher"`` (default), or ``"loss"``: the loss of the model with only this layer rounded, minus the loss
+            of the model. It needs a run for each layer and format.
+        groups: patterns ([](patterns.md)) of layers that must agree. The layers that match a pattern and have the same
             parent are one group, as ``"attention/{query,key,value}"`` or ``"experts/*"``. Default: none.
-        layers: a pattern for the layers that get a format. Default ``"*"``: every layer with weights of a product, that
-            is dense layers, convolutions, transposed ones too, embeddings, and `nnx.LoRA`. Norms and modules that are
-            no layers of Flax get no format, and their parameters have no part in the budget. A note names them.
+        layers: a pattern for the layers that get a format. Default ``"*"``: every layer with weights of a product.
+            These are dense layers, convolutions, transposed ones too, embeddings, and `nnx.LoRA`. Norms and modules
+            that are no layers of Flax get no format, and their parameters have no part in the budget. A note names
+            them.
 
     Returns:
         A `BitAllocation`, with ``rules`` for `quantize`.
 
     Raises:
-        TypeError, ValueError: for an argument of another type or value, a group that matches no layer, a model without
-            layers, a budget below the cheapest choice, or a Fisher score of a layer that the loss calls within a
-            transformation of JAX, such as the scan of an `nnx.RNN`: ``score="loss"`` is for those.
+        TypeError, ValueError: for an argument of another type or value, a model without layers, or a group that matches
+            none. For a budget below the cheapest choice. For a Fisher score of a layer that the loss calls within a
+            transformation of JAX, as in the scan of an `nnx.RNN`. Use ``score="loss"`` there.
 
     Example:
         >>> import jax, jax.numpy as jnp, jchop as jc

@@ -94,28 +94,28 @@ def _property_text(value: object) -> str:
 
 @call_hint("jchop.probe(lambda a, b: a @ b)")
 def probe(matmul: Callable[[Any, Any], Any], *, length: int = 288) -> Probe:
-    """The arithmetic of a matrix product, from its results: the order of sums, the bits that it keeps, the roundings.
+    """Finds the arithmetic of a matrix product from its results: the order of sums, the kept bits, the roundings.
 
     The product may be a device's, a library's or an emulated one's. It is called about a dozen times with float32
-    matrices of `length` rows and columns, and may convert them to its own type of operands first. All numbers in the
-    probes of sums are powers of two, or 1.5 and 3 times one, between 2^-9 and 2^8, which float8_e4m3 and wider formats
-    hold.
+    matrices of `length` rows and columns. It may convert them to its own type of operands first. In the probes of sums
+    all numbers are powers of two, or 1.5 and 3 times one. They are between 2^-9 and 2^8, so float8_e4m3 and wider
+    formats hold them.
 
-    The order is found for the first `length` products in one element of the result; a library may choose another for
+    The order is found for the first `length` products in one element of the result. A library may choose another for
     other shapes. Alignment is seen up to 31 bits, and an accumulator of up to 52 bits, the most that float64 holds.
     More than 31 need operands with products below 2^-18: float16 and wider formats hold them. Bits that operands do not
     show are None. The order of an accumulator of more than 31 bits may be ``"other"``.
 
     Args:
-        matmul: a function of two square float32 NumPy arrays, with a result of their shape that `numpy.asarray` takes.
-        length: the products of the longest sum, 64 to 4096, default 288, in which parts of up to 128 are found.
+        matmul: a function of two square float32 NumPy arrays. `numpy.asarray` must convert its result, of their shape.
+        length: the number of products in the longest sum, 64 to 4096. Default 288, which finds parts of up to 128.
 
     Returns:
         A `Probe`, shown as a table as text and in notebooks.
 
     Raises:
         TypeError: if `matmul` is not a function.
-        ValueError: if its result has another shape; if it gives 0 or no finite number for 1 times 1; if it sums so many
+        ValueError: if its result has another shape, or 1 times 1 gives 0 or no finite number. If it sums so many
             products at once that `length` must be larger.
 
     Example:

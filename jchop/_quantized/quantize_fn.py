@@ -55,36 +55,36 @@ Array = jax.Array
 
 
 def quantize_fn(fun: Callable[..., Any], rules: RuleLike, *, key: Array | None = None) -> QuantizedFunction:
-    """`fun(params, ...)` with the operands of its products rounded by rules, whatever library its parameters are from.
+    """Rounds the operands of the products of `fun(params, ...)` by rules, whatever library its parameters are from.
 
-    The program that JAX traces of `fun` says which parameters reach which products (`rounded_dot_general`,
-    convolutions, `ragged_dot`, and look-ups of rows, as in an embedding), also through reshapes, transposes, slices of
+    JAX traces `fun`, and the program says which parameters reach which products: `rounded_dot_general`, convolutions,
+    `ragged_dot`, and look-ups of rows, as in an embedding. It follows them through reshapes, transposes, slices of
     stacks, casts, masks, and loops. So models with an einsum of their own, experts, scanned layers and tied embeddings
     need no layer of a known class. Each parameter is rounded once, in groups along the axes that its first product sums
-    over, and all that reads it gets the rounded numbers.
+    over. Every operation that reads it gets the rounded numbers.
 
     Args:
         fun: a function of a pytree of parameters, and of anything else.
-        rules: a `Rule`, or several; the first that matches the path of a parameter applies to it and to its products.
-            A path is that of `jax.tree_util.keystr`, joined by slashes. `weight` rounds parameters that reach a
+        rules: a `Rule`, or several. The first that matches the path of a parameter applies to it and to its products. A
+            path has the keys of `jax.tree_util.keystr`, joined by slashes. `weight` rounds parameters that reach a
             product, `bias` those that are added to data and other biases, `activation` the other operand of the
-            product; `gradient`, `input_gradient`, `weight_gradient` and `matmul` are as in `Rule`. A product without a
+            product. `gradient`, `input_gradient`, `weight_gradient` and `matmul` are as in `Rule`. A product without a
             parameter (attention) has the first rule that matches its scope (`jax.named_scope`), which rounds both
-            operands to `activation`.
-            `scale_from` keeps scales of products with a parameter; they are an argument of each call, `Scales`, which
-            `start` begins. `output` and `cache` need layers, and are refused.
-        key: a typed key if a rule is stochastic; the keyword argument ``key`` of the result takes its place.
+            operands to `activation`. `scale_from` keeps scales of products with a parameter. They are an argument of
+            each call, `Scales`, which `start` returns first. `output` and `cache` need layers, and are refused.
+        key: a typed key, needed if a rule is stochastic. The keyword argument ``key`` of the result replaces it.
 
     Returns:
-        A `QuantizedFunction`, with the signature of `fun` and one more keyword argument, ``key``. Called with
-        parameters in full precision, it rounds them in each call, with straight-through gradients (quantization-aware
-        training). Called with what its `pack` gives, it unpacks the codes: the same numbers.
+        A `QuantizedFunction`, with the signature of `fun` and one more keyword argument, ``key``. Parameters in full
+        precision are rounded in each call, with straight-through gradients (quantization-aware training). Packed
+        parameters, from its `pack`, are unpacked to the same numbers.
 
     Raises:
-        TypeError: for rules that are none.
+        TypeError: for `rules` of another type.
         NotImplementedError: for a rule with `output` or `cache`.
-        ValueError: when called, for a rule that matches no parameter and no product, that names a parameter which
-            reaches no product, or that names axes which an operand has not; for a stochastic rule without a key.
+        ValueError: when called, for a rule that matches no parameter and no product. When called, for a rule that names
+            a parameter which reaches no product, or axes that an operand does not have. When called, for a stochastic
+            rule without a key.
 
     Example:
         >>> import jax, jax.numpy as jnp, jchop as jc
@@ -153,12 +153,12 @@ class QuantizedFunction:
         fun: the function.
         rules: the rules.
         key: a typed key, or None.
-        all_in_use: whether a rule without an effect is an error; not for one of several functions of a model.
-        classes: the class of the module that holds each parameter, by the path of the parameter. Default None: of the
-            nodes of the pytree.
-        whole: whether the rules are for this function; if False, for a model that it is a part of, and those that
-            match nothing are no error.
-        elsewhere: the numbers of rules that match something else than parameters and products, and may match neither.
+        all_in_use: whether a rule without an effect is an error; False for one of several functions of a model.
+        classes: the class of the module that holds each parameter, by the path of the parameter. Default None: the
+            classes of the nodes of the pytree.
+        whole: whether the rules are for this function alone. False if they are for a model that it is a part of: a rule
+            that matches nothing is then no error.
+        elsewhere: the indexes of rules that match other things than parameters and products, and may match neither.
     """
 
     def __init__(
@@ -173,23 +173,24 @@ class QuantizedFunction:
     def __call__(
         self, params: Any, *args: Any, scales: Scales | None = None, key: Array | None = None, **kwargs: Any
     ) -> Any:
-        """`fun` of the arguments. `params` may be packed; `key` takes the place of the key of `quantize_fn`.
+        """Calls `fun` with rounded products. `params` may be packed; `key` replaces the key of `quantize_fn`.
 
-        `scales`, needed if a rule has `scale_from`, stay as they are, as in evaluation; `update` returns those after
-        the call. Entries of another function or other rules are an error, and so are fixed ranges of some products
-        alone.
+        `scales` are needed if a rule has `scale_from`. They stay as they are, as in evaluation; `update` returns the
+        scales after the call. Entries of another function or other rules are an error, and so are fixed ranges of some
+        products alone.
         """
         return self._run(CallArguments(params, args, kwargs), scales, "fixed", key)[0]
 
     def update(
         self, params: Any, *args: Any, scales: Scales, key: Array | None = None, **kwargs: Any
     ) -> tuple[Any, Scales]:
-        """A call in training: the result, and the scales after it (ranges and histories follow the data).
+        """Calls the function in training: returns the result, and the scales after it.
 
         Args:
             params: the parameters.
             *args: arguments as in a call.
-            scales: as `start` or the call before returned them. Gradients reach ``scales.learned`` alone.
+            scales: from `start` or the call before; ranges and histories follow the data. Gradients reach
+                ``scales.learned`` alone.
             key: as in a call.
             **kwargs: keyword arguments as in a call.
 
@@ -206,14 +207,14 @@ class QuantizedFunction:
         return out, scales._replace(stats={**scales.stats, **after})
 
     def start(self, params: Any, *args: Any, key: Array | None = None, from_data: bool = True, **kwargs: Any) -> Scales:
-        """The scales that rules keep (`scale_from`), before the first call; empty if none does.
+        """Returns the scales that rules keep (`scale_from`), before the first call; empty if none does.
 
-        Learned scales of parameters are those of the format's rule. A learned scale of an activation is that of the
-        range of the data in `args`, which `calibrate` finds from more. Ranges and histories are those of no data yet.
+        The format's rule gives learned scales of parameters. A learned scale of an activation comes from the range of
+        the data in `args`; `calibrate` finds it from more data. Ranges and histories have no data yet.
 
         Args:
             params: the parameters, not packed.
-            *args: arguments as in a call: arrays, if activations have learned scales, else shapes will do.
+            *args: arguments as in a call: arrays if activations have learned scales, else arrays or their shapes.
             key: as in a call.
             from_data: False leaves the learned scales of activations to `calibrate`. Default True.
             **kwargs: keyword arguments as in a call.
@@ -248,23 +249,23 @@ class QuantizedFunction:
         key: Array | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> Scales:
-        """Scales with fixed ranges of activations, found by running the function on data.
+        """Runs the function on data and returns scales with fixed ranges of activations.
 
-        This applies to products with a parameter whose activation has one scale for the whole array, such as
-        ``"int8"``. Pass the result to each call as `scales`. A range of a `MovingAverage` and a learned scale begin
-        with it; a history has none.
+        This applies to products with a parameter whose activation has one scale for the whole array, as ``"int8"``.
+        Pass the result to each call as `scales`. A range of a `MovingAverage` and a learned scale begin with these
+        ranges; a history has none.
 
         Args:
             params: the parameters, packed or not.
-            batches: the arguments after `params`, a tuple of several or one, of each call.
-            method: as of `jchop.nn.calibrate`.
-            combine: as of `jchop.nn.calibrate`.
-            scales: those of the call, if rules keep any. Default None: of `start`, for the first batch.
+            batches: the arguments after `params` of each call: tuples, or the only argument.
+            method: as in `jchop.nn.calibrate`.
+            combine: as in `jchop.nn.calibrate`.
+            scales: the scales of the calls, if rules keep any. Default None: from `start`, for the first batch.
             key: as in a call.
             progress: function of the number of completed batches.
 
         Raises:
-            ValueError: for another method, no batch, or a program without such a product.
+            ValueError: for another method, no batch, or a program without a product of this kind.
 
         Example:
             >>> import jax.numpy as jnp, jchop as jc
@@ -287,7 +288,7 @@ class QuantizedFunction:
     def observe(
         self, params: Any, *args: Any, scales: Scales | None = None, key: Array | None = None, **kwargs: Any
     ) -> tuple[Any, dict[str, tuple[ScaleSlot, Array]]]:
-        """The result, and by name the slots of activations with one scale, each with its data before rounding."""
+        """Returns the result, and by name the activations with one scale, each with its data before rounding."""
         call = CallArguments(params, args, kwargs)
         out, _, data = self._run(call, scales or Scales({}, {}), "observe", key)
         slots = self._program(call).slots.values()
@@ -307,31 +308,31 @@ class QuantizedFunction:
         key: Array | None = None,
         **kwargs: Any,
     ) -> Any:
-        """The parameters with those that are rounded stored as codes and scales, in the shapes that they have.
+        """Stores the parameters that are rounded as codes and scales, in the shapes that they have.
 
-        With `batches`, parameters that reach a product are rounded by the steps, so that the products have small errors
-        on data. Look-ups, biases, and what the report says is left out, are rounded by themselves.
+        With `batches`, the steps round parameters that reach a product, so that the products have small errors on data.
+        Tables of look-ups, biases, and the weights that the report names as left out are rounded by themselves.
 
         Args:
-            params: the parameters; of a `jax.ShapeDtypeStruct` the shapes of codes and scales come back.
-            *args: arguments as in a call; only their shapes count, so `jax.ShapeDtypeStruct` will do. With `batches`
+            params: the parameters. A `jax.ShapeDtypeStruct` gives the shapes of codes and scales.
+            *args: arguments as in a call. Only their shapes count, so `jax.ShapeDtypeStruct` will do. With `batches`
                 they are not needed; parameters that they alone reach are packed, too.
             batches: arguments after the parameters: tuples, or the only argument. Default None: no data.
-            steps: one, or a list of them in this order: `jchop.ptq.sequential`; the mappings `smooth`, `awq` and
-                `rotate`, each of which runs the data once; `correct_error`, which is sequential, too; `sparse`; `clip`
-                or `hqq`; `gptq` or `sign_round`; `correct_biases`. None of them, ``[]``: every element is rounded by
-                itself, and the report shows the errors. Default: ``[gptq()]``.
-            resume: a folder that keeps each stage as soon as it is done, and is made if there is none. A call with the
-                same arguments continues a run that was killed, and gives the same result, bit for bit. What a damaged
-                file held is done again. Delete the folder when the result is saved. Default None.
-            memory: the most memory that statistics may need at a time, in bytes, or text such as ``"4GiB"`` (KiB, MiB,
-                GiB, TiB): two float32 matrices of the square of the inputs, and five vectors of them, for each weight
-                and each turn of its loop, and as many of one batch. The data are run as often as that takes. A mapping
-                looks at all turns, and at the weights that share an input, at once. Default None: no limit.
-            progress: function of the number of batches that were run.
+            steps: one step, or a list in a fixed order. First `jchop.ptq.sequential`; then the mappings `smooth`, `awq`
+                and `rotate`, each of which runs the data once; then `correct_error`, which is sequential, too. Then
+                `sparse`; `clip` or `hqq`; `gptq` or `sign_round`; `correct_biases`. With ``[]`` every element is
+                rounded by itself, and the report shows the errors. Default: ``[gptq()]``.
+            resume: a folder that keeps each stage as soon as it is done; it is created if it does not exist. A call
+                with the same arguments continues a run that was killed, and gives the same result, bit for bit. The
+                stage of a damaged file is done again. Delete the folder when the result is saved. Default None.
+            memory: the most memory that statistics may need at a time, in bytes, or a text as ``"4GiB"`` (KiB, MiB,
+                GiB, TiB). Each weight and each turn of its loop needs two float32 matrices (inputs, inputs) and five
+                vectors (inputs,). One batch needs as many. The data are run as often as the limit requires. A mapping
+                reads all turns, and the weights that share an input, at once. Default None: no limit.
+            progress: a function of the number of batches that were run.
             return_report: whether a `jchop.ptq.PtqReport` is returned, too; it needs `batches`. Default False.
-            scales: if parameters have learned scales, which become part of the packed parameters.
-            key: a typed key if a rounding is stochastic. Default: that of `quantize_fn`.
+            scales: the scales of a call, if parameters have learned scales. They become part of the packed parameters.
+            key: a typed key, needed if a rounding is stochastic. Default: the key of `quantize_fn`.
             **kwargs: keyword arguments as in a call.
 
         Returns:
@@ -339,8 +340,8 @@ class QuantizedFunction:
             batches are run more than once: pass a list.
 
         Raises:
-            TypeError, ValueError: as in a call; for infinities or NaN in a parameter to be packed, or in the data; for
-                other arguments, no batch, or a traced call with data; for less `memory` than each weight needs; if
+            TypeError, ValueError: as in a call. For infinities or NaN in a parameter to be packed, or in the data. For
+                other arguments, no batch, or a traced call with data. For less `memory` than each weight needs. If
                 `resume` has a run with other arguments or versions.
             OSError: if `resume` cannot be read or written.
 
@@ -371,7 +372,7 @@ class QuantizedFunction:
     def pack_more(
         self, params: Any, *args: Any, scales: Scales | None = None, key: Array | None = None, **kwargs: Any
     ) -> Any:
-        """As `pack`, of parameters some of which are packed already: these stay as they are."""
+        """Packs the parameters that are not packed yet, as `pack` does."""
         return self._pack(CallArguments(params, args, kwargs), scales, key, again=True)
 
     def _pack(self, call: CallArguments, scales: Scales | None, key: Array | None, again: bool) -> Any:
@@ -404,17 +405,17 @@ class QuantizedFunction:
         return jax.tree.unflatten(call.tree, leaves)[0][0]
 
     def report(self, params: Any, *args: Any, platform: str | None = None, **kwargs: Any) -> ProgramReport:
-        """What happens to each parameter and each product; nothing is computed.
+        """Lists the rule and the roundings of each parameter and each product; nothing is computed.
 
         Args:
             params: the parameters, or their shapes.
             *args: arguments as in a call, or their shapes.
-            platform: ``"cpu"``, ``"v5e"``, ``"v6e"``, ``"v7x"``, ``"a100"``, ``"h200"`` or ``"b200"``: the report then
+            platform: ``"cpu"``, ``"v5e"``, ``"v6e"``, ``"v7x"``, ``"a100"``, ``"h200"`` or ``"b200"``. The report then
                 says which types of operands reach its units in each forward product under a rule. Default None.
             **kwargs: keyword arguments as in a call.
 
         Returns:
-            A `ProgramReport`; ``str`` of it is a table.
+            A `ProgramReport`; its ``str`` is a table.
 
         Raises:
             TypeError, ValueError: as in a call; for another platform.
@@ -429,11 +430,11 @@ class QuantizedFunction:
         return self.resolved(params, *args, **kwargs).report(platform)
 
     def resolved(self, params: Any, *args: Any, **kwargs: Any) -> QuantizedProgram:
-        """The planned program for arguments, with what the rules do in it."""
+        """Returns the planned program for arguments, with the effects of the rules in it."""
         return self._valid_program(CallArguments(params, args, kwargs))
 
     def traced(self, params: Any, *args: Any, **kwargs: Any) -> tuple[QuantizedProgram, CallArguments]:
-        """The planned program for arguments, and these taken apart: for `jchop.ptq`, which runs it in its own way."""
+        """Returns the planned program for arguments, and the parts of these, for `jchop.ptq`."""
         call = CallArguments(params, args, kwargs)
         _refuse_adapters(call)
         return self._program(call), call

@@ -38,27 +38,28 @@ class QArray:
     """An array stored as codes, with scales and zero points for groups of them: a pytree of plain arrays.
 
     `jchop.quantize` returns one and `jchop.dequantize` converts it to numbers. The leaves pass through jit, vmap, scan,
-    donation, sharding, checkpoints and `jax.export` like other arrays; the spec of the codes is static. Leading axes
+    donation, sharding, checkpoints and `jax.export` like other arrays. The spec of the codes is static. Leading axes
     that vmap or scan add to the leaves or remove are axes of the QArray.
 
     Args:
-        qvalue: the codes. Codes of fewer than 8 bits are packed along the last axis into uint8: code i of a row takes
-            the bits [k i, k i + k) of the row's little-endian bit stream (low nibble first for 4 bits), and each row is
-            padded to whole bytes. Codes of 8 bits are int8 or uint8 for integers and fixed point, float8_e4m3fn and
+        qvalue: the codes. Codes of fewer than 8 bits are packed along the last axis into uint8. Code i of a row has the
+            bits [k i, k i + k) of the row's little-endian bit stream (low nibble first for 4 bits). Each row is padded
+            to whole bytes. Codes of 8 bits are int8 or uint8 for integers and fixed point, float8_e4m3fn and
             float8_e5m2 for those formats, else uint8. A plain format may have up to 16 bits (uint16), or be one of
             float16, bfloat16, float32, float64.
-        scale: the scales, in as many axes as the array, with one for each group: numbers of the scale format's dtype if
-            that is a float of 16 bits or more, else its codes. A tuple if a scale has several parts: the scales of the
-            groups and the scale of the tensor (rule "two_level"); or the packed codes of the scales, their scales, and
-            their zero points if any. None for a plain format.
-        zero_point: int32, or stored like the scales if zero points are numbers; in the shape of the scales. None for a
-            format without zero points.
+        scale: the scales, one for each group, in as many axes as the array. They are numbers of the scale format's
+            dtype if it is a float of 16 bits or more, else its codes. A tuple if a scale has several parts. Under the
+            rule "two_level" these are the scales of the groups and the scale of the tensor. Under quantized scales they
+            are the packed codes of the scales, their scales, and their zero points if any. None for a plain format.
+        zero_point: int32, or stored like the scales if zero points are numbers. Shape of the scales. None for a format
+            without zero points.
         spec: the spec of the codes, with the format's axes counted from the end.
-        length: of the last axis, which packed codes do not determine; None for an array without axes.
-        dtype: dtype of the array, and the default of `dequantize`.
-        places: for a format with `sparse`, which numbers have codes: a bit for each number, packed along the last axis
-            as codes of one bit. `qvalue` then has the codes of these alone, in their order along the sparse axis: n of
-            every m, and up to n of a shorter last group. The other numbers are +0. None for other formats.
+        length: the length of the last axis, which packed codes do not determine; None for an array without axes.
+        dtype: the dtype of the array, and the default of `dequantize`.
+        places: the numbers that have codes, for a format with `sparse`. It has a bit for each number, packed along the
+            last axis as codes of one bit. `qvalue` then has only their codes, in their order along the sparse axis.
+            There are n of every m, and up to n of a shorter last group. The other numbers are +0. None for other
+            formats.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -145,16 +146,16 @@ class QArray:
         return _notebook.qarray_treescope(self, path)
 
     def __jax_array__(self) -> Any:
-        """The numbers, for functions of `jax.numpy` that take the array: ``x @ q``, ``jnp.einsum(..., q)``."""
+        """Returns the numbers, for functions of `jax.numpy`: ``x @ q``, ``jnp.einsum(..., q)``."""
         return _codes.decode_qarray(self.form(), self.qvalue, self.scale, self.zero_point, self.places)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The numbers, for functions of NumPy; without this method NumPy would make an array of QArrays."""
+        """Returns the numbers, for functions of NumPy. Without this method NumPy would make an array of QArrays."""
         check(copy is not False, "a QArray holds codes, so its numbers are a new array: copy=False cannot be had")
         return np.asarray(self.__jax_array__(), dtype)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """The numbers, also for functions of NumPy that would index or transpose a QArray, as `numpy.flip` does."""
+        """Passes the numbers to functions of NumPy, also where they would index a QArray, as `numpy.flip` does."""
         if func in _SHAPE_FUNCTIONS:
             return func._implementation(*args, **kwargs)
 
@@ -179,14 +180,14 @@ class QArray:
     __hash__ = object.__hash__
 
     def astype(self, dtype: Any) -> Any:
-        """The numbers in a carrier, as `jchop.dequantize` gives them."""
+        """Returns the numbers in a carrier, as `jchop.dequantize` gives them."""
         return _codes.decode_qarray(self.form(dtype), self.qvalue, self.scale, self.zero_point, self.places)
 
     def __matmul__(self, other: Any) -> Any:
         return self.__jax_array__() @ other
 
     def form(self, dtype: Any = None) -> _codes.QArrayForm:
-        """The static data of `decode_qarray`, for results in `dtype` (default: the dtype of the array)."""
+        """Returns the static data of `decode_qarray`, for results in `dtype` (default: the dtype of the array)."""
         dtype = np.dtype(self.dtype if dtype is None else dtype)
         return _codes.QArrayForm(_codes.spec_of_part(self.spec, self.ndim), self.length, dtype.name)
 
@@ -197,7 +198,7 @@ class QArray:
         return self.transpose()
 
     def transpose(self, *axes: int | Sequence[int] | None) -> QArray:
-        """The array with permuted axes.
+        """Permutes the axes of the array.
 
         Codes packed along the last axis are packed again if another axis becomes the last.
 
@@ -228,16 +229,16 @@ class QArray:
         return self._moved(qvalue, self.shape[order[-1]], grouping, lambda part: part.transpose(order))
 
     def reshape(self, *shape: int | Sequence[int]) -> QArray:
-        """The array in another shape, in which every group must be whole along an axis.
+        """Returns the array in another shape, in which every group must be whole along an axis.
 
         Neighbouring axes with the same kind of grouping are reshaped together. An axis in blocks may be split between
-        blocks, (..., n) to (..., n / m, m). If it holds whole blocks, axes before it may be joined to it.
+        blocks: (..., n) to (..., n / m, m). If it holds whole blocks, axes before it may be joined to it.
 
         Args:
             shape: lengths, as integers or one sequence; one of them may be -1.
 
         Raises:
-            ValueError: for another number of elements, or if a group would be split, or lie along several axes.
+            ValueError: for another number of elements, or if a group would be split, or span several axes.
         """
         argument: Any = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
         new = _complete_shape(tuple(argument), self.shape)
@@ -267,9 +268,9 @@ class QArray:
         return self._moved(qvalue, new[-1], core, lambda part: reshape(part, scales))
 
     def __getitem__(self, index: Any) -> QArray:
-        """A part: integers and slices along any axis, or an array of integers along one, if they cut no group.
+        """Returns a part of the array: integers and slices along any axis, or an array of integers along one.
 
-        Along an axis in groups only a slice of whole groups, of step 1, can be taken.
+        No index may cut a group: along an axis in groups, only slices of whole groups, of step 1, are allowed.
 
         Raises:
             IndexError, TypeError: for an index of another kind, or out of range. A traced index out of range is
@@ -303,11 +304,11 @@ class QArray:
         )
 
     def thinned(self, kept: Any, spec: Spec, axis: int) -> QArray:
-        """This array, of a format without `sparse`, with the codes of some numbers alone.
+        """Keeps the codes of some numbers alone, of an array whose format has no `sparse`.
 
         Args:
             kept: which numbers are kept; the others become +0.
-            spec: it has `sparse`, of which `kept` has as many as that says.
+            spec: a spec with `sparse`; `kept` has as many numbers as it says.
             axis: the axis along which they are counted, from 0.
         """
         assert self.spec.scaled is not None and spec.scaled is not None
@@ -317,11 +318,11 @@ class QArray:
         return replace(self, qvalue=codes, places=places, spec=spec)
 
     def shardings(self, sharding: Sharding) -> QArray:
-        """The sharding of each leaf, derived from the sharding of the array.
+        """Derives the sharding of each leaf from the sharding of the array.
 
-        Codes are sharded like the array, and so are scales and zero points, except along axes that are too short; those
-        are replicated. So ``jax.device_put(q, q.shardings(sharding))`` works for every format, and the result is valid
-        for `in_shardings` and `out_shardings` of `jax.jit`.
+        Codes are sharded like the array. So are scales and zero points, except along axes that are too short, which are
+        replicated. ``jax.device_put(q, q.shardings(sharding))`` works for every format. The result is valid for
+        `in_shardings` and `out_shardings` of `jax.jit`.
 
         Args:
             sharding: the sharding of an array of this shape. A `jax.sharding.NamedSharding` is adapted to each leaf;

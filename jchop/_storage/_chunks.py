@@ -231,17 +231,17 @@ def round_file(
 ) -> None:
     """Rounds the array of a .npy file into another one, in bounded memory.
 
-    The file is read and rounded chunk by chunk, each with the random bits of its position. So the result equals
-    `round_to_format` of the whole array, bit for bit, for every chunk size. If chunks share a scale
-    (``"int8"``), the file is read twice.
+    The file is read and rounded chunk by chunk, each with the random bits of its position. For every chunk size the
+    result equals `round_to_format` of the whole array, bit for bit. If chunks share a scale (``"int8"``), the file is
+    read twice.
 
     `dst` is created in one step, when all of it is written. After an error or a kill, `src` is unchanged and `dst` has
     its old content or does not exist. A killed process may leave a file ``.NAME.RANDOM.part`` in the same folder.
 
     Args:
-        src: a .npy file of float16, float32, float64, complex64 or complex128, any shape, in C or Fortran order.
+        src: a .npy file of float16, float32, float64, complex64 or complex128. Any shape, in C or Fortran order.
         dst: the file to write, of the shape and dtype of `src`; it may be `src`. Element formats keep the order of
-            `src`, scaled formats write in C order.
+            `src`. Scaled formats write in C order.
         spec: as in `round_to_format`.
         key: a typed key (`jax.random.key`), needed by the stochastic modes.
         progress: True to report on stderr, or a function of the number of elements done and the total number. Default

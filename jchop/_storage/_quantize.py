@@ -68,36 +68,37 @@ def quantize(
     offset: Any = 0,
     impl: Impl = "auto",
 ) -> Any:
-    """`x` as codes and scales. `dequantize` of them equals `round_to_format`, bit for bit.
+    """Rounds `x` to codes and scales. `dequantize` of them equals `round_to_format`, bit for bit.
 
-    Works under jit (with `spec` static), vmap, scan and on sharded arrays. The codes have no derivative; use
+    Works under jit (with `spec` static), vmap, scan and on sharded arrays. The codes have no derivative: use
     `round_to_format` for straight-through gradients. `dequantize` has a derivative in the scales.
 
     Args:
         x: float16, bfloat16, float32 or float64, any shape. A JAX array gives JAX leaves, other arrays NumPy leaves.
-        spec: a scaled format or a plain one, a `Spec` of one, or text such as ``"int4(group=128,scale=bfloat16)"``. Its
+        spec: a scaled format or a plain one, a `Spec` of one, or a text as ``"int4(group=128,scale=bfloat16)"``. Its
             gradient has no effect.
 
             For a pytree `x`: rules for the paths of its leaves ([](patterns.md)), a mapping ``{"kernel": "int8"}`` or
-            `jchop.Rule`, of which the first that matches applies. A text is for all leaves. A tree has no products, so
-            axes are those of the arrays: a kernel (in, out) has blocks along the sum in ``"int4(group=32,axis=0)"``.
+                several `jchop.Rule`. The first that matches applies. A text is for all leaves. A tree has no products,
+                so a spec counts the axes of the arrays: a kernel (in, out) has blocks along the sum in
+                ``"int4(group=32,axis=0)"``.
         key: a typed key, needed by the stochastic modes; it is split, one for each leaf.
-        scale: scales to use instead of the scales of the format's rule, in the form of `fit_scale`: finite numbers
-            above zero, which are stored unchanged. Within jit their values are not known and not checked: NaN gives
-            NaN, and under a scale of 0 or below codes and numbers have no meaning. Default: fitted to `x`.
-        zero_point: zero points, together with `scale`, for a format that has them: integers within the range of its
+        scale: scales to use in place of the format's rule, in the form of `fit_scale`. They are finite numbers above
+            zero, which are stored unchanged. Within jit their values are not checked: NaN gives NaN, and under a scale
+            of 0 or below codes and numbers have no meaning. Default: fitted to `x`.
+        zero_point: zero points, together with `scale`, for a format that has them. Integers within the range of its
             codes, or finite floats.
-        offset: as in `round_to_format`: the position of `x` in a larger array, for the random bits. Default 0.
+        offset: the position of `x` in a larger array, for the random bits, as in `round_to_format`. Default 0.
         impl: as in `round_to_format`.
 
     Returns:
         A `QArray`. If the format has no NaN, a NaN becomes its largest value. For a tree, the tree with QArrays in
-        place of arrays; leaves that no rule matches are the same arrays.
+        place of arrays. Leaves that no rule matches stay the same arrays.
 
     Raises:
         TypeError: for a dtype that is not a carrier, or a key that is not a typed key.
-        ValueError: for codes of more than 8 bits (16 under a plain format), a stochastic spec without a key, scales of
-            another form or value, a carrier that cannot hold the results, or an axis that `x` does not have.
+        ValueError: for codes of more than 8 bits (16 under a plain format) or a stochastic spec without a key. Also for
+            scales of another form or value, a carrier that cannot hold the results, or an axis that `x` does not have.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -149,25 +150,25 @@ def _are_rules(spec: Any) -> bool:
 
 
 def dequantize(q: Any, dtype: Any = None, *, add_to: Any = None) -> Any:
-    """The numbers of a `QArray`, or of each in a pytree. They equal `round_to_format` under the spec, bit for bit.
+    """Returns the numbers of a `QArray`, or of each in a pytree. They equal `round_to_format`, bit for bit.
 
     Differentiable in the leaves that are floats: scales, and codes of a float dtype.
 
     Args:
-        q: the stored array; a parameter that `jchop.quantize_fn(...).pack` stored in another shape; or a pytree of
-            such and other arrays, which stay as they are.
-        dtype: float16, bfloat16, float32 or float64, to which scale times element is rounded once. Default: that of
-            each stored array.
-        add_to: an array of the shape of the stored one; the result is its sum with the numbers, in its dtype, computed
+        q: the stored array, or a parameter that `jchop.quantize_fn(...).pack` stored in another shape. Or a pytree of
+            them; other arrays in it stay as they are.
+        dtype: float16, bfloat16, float32 or float64, to which scale times element is rounded once. Default: the dtype
+            of each stored array.
+        add_to: an array of the shape of the stored one. The result is its sum with the numbers, in its dtype, computed
             in one pass.
 
     Returns:
-        A JAX array, or a NumPy array if the leaves are NumPy arrays. It has the shape of the parameter. Of a pytree,
-        one of arrays.
+        A JAX array, or a NumPy array if the leaves are NumPy arrays. It has the shape of the parameter. For a pytree, a
+        pytree of arrays.
 
     Raises:
-        TypeError: if `q` is another array, or `dtype` not a carrier; for leaves of a QArray in a dict, as of a
-            checkpoint that was restored without a target.
+        TypeError: if `q` is another array, or `dtype` not a carrier. For leaves of a QArray in a dict, as a checkpoint
+            gives that was restored without a target.
         ValueError: for leaves that do not fit each other, or an `add_to` of another shape.
 
     Example:
@@ -238,9 +239,9 @@ class StoredAs:
         stored: the codes and scales, with the axes of a group as one.
         core: the shape of the parameter, without axes of a stack.
         ndim_stored: how many axes the stored array has for `core`.
-        input_factors: the numbers by which the other operand of its product is multiplied before it is rounded. The
-            stored numbers are the parameter divided by them. Their shape has the axes of the parameter, with 1 for
-            axes that the product keeps. Default None: none.
+        input_factors: factors of the other operand of its product, applied before it is rounded. The stored numbers are
+            the parameter divided by them. Their shape has the axes of the parameter, with 1 for axes that the product
+            keeps. Default None: none.
 
     Example:
         >>> import jax, jax.numpy as jnp, jchop as jc
@@ -284,25 +285,25 @@ class StoredAs:
 
     @property
     def without_factors(self) -> QArray | StoredAs:
-        """What is stored, in the shape of the parameter."""
+        """The stored numbers, in the shape of the parameter."""
         return self.stored if self.stored.shape == self.shape else replace(self, input_factors=None)
 
     def __jax_array__(self) -> Any:
-        """The numbers, for functions of `jax.numpy` that take the parameter."""
+        """Returns the numbers, for functions of `jax.numpy`."""
         return self.dequantize()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The numbers, for functions of NumPy, as of a QArray."""
+        """Returns the numbers, for functions of NumPy, as a QArray does."""
         check(copy is not False, "the numbers of a packed parameter are a new array: copy=False cannot be had")
         return np.asarray(self.dequantize(), dtype)
 
     def dequantize(self, dtype: Any = None) -> Array:
-        """The numbers, in the shape of the parameter."""
+        """Returns the numbers, in the shape of the parameter."""
         numbers = reshape(dequantize(self.stored, dtype), self.shape)
         return numbers if self.input_factors is None else multiply_in_own_dtype(numbers, self.input_factors)
 
     def requantize(self, x: Array, key: Array | None = None) -> StoredAs:
-        """Other numbers of the parameter, packed in the same way."""
+        """Packs other numbers of the parameter in the same way."""
         if self.input_factors is not None:
             x = multiply_in_own_dtype(x, 1 / self.input_factors)
         return replace(self, stored=requantize(self.stored, reshape(x, self.stored.shape), key))
@@ -322,14 +323,14 @@ export.register_pytree_node_serialization(
 
 
 def fit_scale(x: Any, spec: SpecLike) -> tuple[_codes.Scale, Any]:
-    """The scales and zero points that `quantize` chooses, to be kept, averaged, or used for other arrays.
+    """Returns the scales and zero points that `quantize` chooses, to be kept, averaged, or used for other arrays.
 
     Args:
         x: as in `quantize`.
         spec: of a scaled format.
 
     Returns:
-        ``(scale, zero_point)`` in the form of `QArray`, for `quantize`; the second is None for a format without zero
+        ``(scale, zero_point)`` in the form of `QArray`, for `quantize`. The second is None for a format without zero
         points.
 
     Raises:

@@ -25,14 +25,14 @@ _QWIX_NF4 = "nf4"
 
 
 def to_qwix(q: QArray) -> Any:
-    """A ``qwix.QArray`` of the same codes and scales, with one element of a native dtype for each code.
+    """Converts to a ``qwix.QArray`` of the same codes and scales, with one element of a native dtype for each code.
 
-    Its scales are numbers of ``q.dtype``, or of a wider dtype if their format needs one; qwix multiplies and returns in
+    Its scales are numbers of ``q.dtype``, or of a wider dtype if their format needs one. qwix multiplies and returns in
     that dtype. Needs the extra ``qwix``.
 
     Args:
-        q: integers of at most 8 bits, 8-bit floats with a JAX dtype, float4_e2m1fn or NF4, with one scale for each
-            group and groups of equal size.
+        q: integers of at most 8 bits, 8-bit floats with a JAX dtype, float4_e2m1fn or NF4. It has one scale for each
+            group, and groups of equal size.
 
     Raises:
         ImportError: if qwix is not installed.
@@ -73,13 +73,13 @@ def to_qwix(q: QArray) -> Any:
 
 
 def from_qwix(q: Any) -> QArray:
-    """A QArray of the codes and scales of a ``qwix.QArray``.
+    """Converts a ``qwix.QArray`` to a QArray of the same codes and scales.
 
     Args:
         q: a result of `to_qwix` or ``qwix.quantize``.
 
     Returns:
-        A QArray with the grouping of the shape of the scales, under the rule "absmax" ("minmax" with zero points).
+        A QArray whose groups follow the shape of the scales, under the rule "absmax" ("minmax" with zero points).
 
     Raises:
         ImportError: if qwix is not installed.

@@ -43,21 +43,21 @@ _MOST_DIFFERENCES = 3
 def save(path: str | os.PathLike[str], tree: Any, *, metadata: Mapping[str, str] | None = None) -> None:
     """Writes arrays and QArrays, or a model that holds them, to a safetensors file for `load`, in one step.
 
-    What is packed stays packed. The name of a tensor is its path in the tree, joined with dots (``layers.0.kernel``).
-    The leaves of a QArray are plain tensors named ``NAME.qvalue``, ``NAME.scale``, ``NAME.zero_point``,
-    ``NAME.places``. If a scale has several parts, there are also ``NAME.tensor_scale`` (a rule with a scale of the
-    tensor), or ``NAME.scale_scale`` and possibly ``NAME.scale_zero_point`` (scales that are quantized again). A random
-    key (`jax.random.key`) is the tensor of its data. No further package is needed.
+    Packed arrays stay packed. The name of a tensor is its path in the tree, joined with dots (``layers.0.kernel``). The
+    leaves of a QArray are plain tensors named ``NAME.qvalue``, ``NAME.scale``, ``NAME.zero_point``, ``NAME.places``. A
+    scale of several parts has more tensors. A rule with a scale of the tensor adds ``NAME.tensor_scale``. Quantized
+    scales add ``NAME.scale_scale`` and possibly ``NAME.scale_zero_point``. A random key (`jax.random.key`) is the
+    tensor of its data. No further package is needed.
 
     If an array spans several processes (`jax.distributed`), all processes call this with the same path, in a folder
-    that all of them see, and write one file together: each the parts of its own devices, the first one all other
-    arrays. The file does not depend on the number of processes. If a process fails, all raise an error. Then, and if a
-    process is killed, an old file stays.
+    that all of them see. They write one file together: each writes the parts of its own devices, the first one all
+    other arrays. The file does not depend on the number of processes. If a process fails, all raise an error. Then, and
+    if a process is killed, an old file stays.
 
     Args:
         path: path of the file. A symbolic link is replaced; its target stays.
         tree: a module of Flax NNX or Equinox, variables of Linen, or another container (dict, list, state of an
-            optimizer ...) of JAX and NumPy arrays and QArrays.
+            optimizer ...). Its leaves are JAX and NumPy arrays and QArrays.
         metadata: texts for the header of the file. Default: none.
 
     Raises:
@@ -112,23 +112,23 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Any:
 
     Args:
         path: path of the file.
-        like: a model or pytree with the structure of the result: a module of Flax NNX (under `flax.nnx.eval_shape` its
-            construction allocates no arrays) or of Equinox (under `equinox.filter_eval_shape`), quantized by the same
-            rules, or any container. Its arrays, QArrays and `jax.ShapeDtypeStruct` (as from `jax.eval_shape`) must have
-            the shapes, dtypes and specs of the file. A leaf without a shape and a dtype, such as 0, stands for any
-            array. An array or a `jax.ShapeDtypeStruct` with a `jax.sharding.NamedSharding` says where the array is
-            placed; every process reads the parts of its own devices, array by array. Default: none.
+        like: a model or pytree with the structure of the result. A module of Flax NNX or Equinox must be quantized by
+            the same rules; under `flax.nnx.eval_shape` or `equinox.filter_eval_shape` its construction allocates no
+            arrays. Any other container will do. Its arrays, QArrays and `jax.ShapeDtypeStruct` (as from
+            `jax.eval_shape`) must have the shapes, dtypes and specs of the file. A leaf without a shape and a dtype, as
+            0, stands for any array. An array or a `jax.ShapeDtypeStruct` with a `jax.sharding.NamedSharding` says where
+            the array is placed. Every process reads the parts of its own devices, array by array. Default: none.
 
     Returns:
         A new model or tree like `like`, with the JAX arrays and QArrays of the file. Without `like`, the saved dicts
-        and lists: tuples and other sequences become lists, other containers dicts; containers without arrays are
-        omitted. A dict by name, if the file has no record of them, as those of other programs
-        (`jchop.load_checkpoint` gives the names of any file). 64-bit data keeps its dtype for every value of
+        and lists: tuples and other sequences become lists, other containers dicts. Containers without arrays are
+        omitted. A file of another program has no record of containers and gives a dict by name.
+        (`jchop.load_checkpoint` gives the names of any file.) 64-bit data keeps its dtype for every value of
         ``jax_enable_x64``.
 
     Raises:
-        ValueError: if the file is not a valid safetensors file, or its arrays differ from those of `like`; the message
-            names the array.
+        ValueError: if the file is not a valid safetensors file, or an array differs from `like`; the message names the
+            array.
         OSError: if it cannot be read.
 
     Example:

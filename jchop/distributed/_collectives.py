@@ -41,29 +41,29 @@ def psum(
     accumulate: Accumulate = None,
     bucket: int = BUCKET,
 ) -> Any:
-    """The sum of `x` over the ranks of mesh axes, with codes on the wire: a quantized all-reduce.
+    """Sums `x` over the ranks of mesh axes, with codes on the wire: a quantized all-reduce.
 
-    Two shots: each rank cuts `x` into a piece for each rank, quantizes each piece by itself, and sends its codes and
-    scales. The owner of a piece adds the numbers of all ranks in the order of ranks, quantizes the sum, and sends it to
-    all. Every rank decodes the same codes, so all have the same bits.
+    There are two shots. Each rank cuts `x` into a piece for each rank, quantizes each piece by itself, and sends its
+    codes and scales. The owner of a piece adds the numbers of all ranks in the order of ranks, quantizes the sum, and
+    sends it to all. Every rank decodes the same codes, so all have the same bits.
 
     A format whose groups are blocks of the last axis, or all numbers, is applied to the vector of the elements in C
-    order; so is a plain format. Small leaves of a tree are joined to one vector first. With other groups (channels,
-    tiles) an array keeps its shape and is cut between groups, along the axis that leaves the fewest numbers to be
+    order. So is a plain format. Small leaves of a tree are joined to one vector first. With other groups (channels,
+    tiles) an array keeps its shape. It is cut between groups, along the axis that leaves the fewest numbers to be
     added.
 
     The derivative is as in `jax.lax.psum`: the cotangent is passed to every rank. Under ``check_vma=False`` it is
     summed over the ranks, in the codes of the spec's gradient if that is a spec, else as floats.
 
     Args:
-        x: float16, bfloat16, float32 or float64, or a pytree of such arrays, of the same shape on every rank. Sums of
+        x: a float16, bfloat16, float32 or float64 array, or a pytree of them, of the same shape on every rank. Sums of
             16-bit numbers are float32.
         axis_name: a mesh axis of `jax.shard_map` (or of `jax.vmap`), or a tuple of them, the slowest first.
-        spec: the format and rounding of the codes: any that `jchop.quantize` takes. A format without NaN turns NaN into
-            its largest value; ``nan_block=True`` lets a NaN or an infinity make its group NaN.
+        spec: the format and rounding of the codes: any that `jchop.quantize` accepts. A format without NaN turns NaN
+            into its largest value. With ``nan_block=True`` a NaN or an infinity makes its group NaN.
         key: a typed key, the same on every rank; required if `spec` or `accumulate` is stochastic. Default None.
-        algorithm: ``"two_shot"`` (default, two roundings of each number); ``"ring"`` (partial sums go round, one
-            rounding for each rank: less memory, larger errors); or a `Hierarchical` (three roundings).
+        algorithm: ``"two_shot"`` (default): two roundings of each number. ``"ring"``: partial sums go round, with one
+            rounding for each rank, less memory and larger errors. Or a `Hierarchical`: three roundings.
         accumulate: the arithmetic of the sums: a `jchop.MatmulSpec` without a product, or a spec for every sum. Default
             None: the carrier.
         bucket: leaves with fewer elements are joined, up to about this number. Default: 65536.
@@ -73,8 +73,8 @@ def psum(
 
     Raises:
         TypeError: for a dtype that is not a carrier, or a key that is not a typed key.
-        ValueError: when traced: for an axis that is not in the mesh, a missing key, a key that differs between ranks,
-            another algorithm, a format that does not fit `x`, or a clipped gradient.
+        ValueError: when traced, for an axis that is not in the mesh, a missing key, or a key that differs between
+            ranks. When traced, for another algorithm, a format that does not fit `x`, or a clipped gradient.
 
     References:
         EQuARX, arXiv 2506.17615; ZeRO++, arXiv 2306.10209. [](distributed.md) has the definition and error bounds.
@@ -111,10 +111,10 @@ def psum_scatter(
     algorithm: Algorithm = TWO_SHOT,
     accumulate: Accumulate = None,
 ) -> Any:
-    """The sum over ranks, of which each rank gets one piece: a quantized reduce-scatter.
+    """Sums over ranks and gives each rank one piece of the sum: a quantized reduce-scatter.
 
-    Each rank quantizes the pieces of `x` along an axis, each by itself, and sends them to their owners; these add the
-    numbers in the order of ranks. The sum is not rounded again. The transpose is `all_gather` in the codes of the
+    Each rank quantizes the pieces of `x` along an axis, each by itself, and sends them to their owners. The owners add
+    the numbers in the order of ranks. The sum is not rounded again. The transpose is `all_gather` in the codes of the
     spec's gradient if that is a spec, else of floats.
 
     Args:
@@ -123,8 +123,8 @@ def psum_scatter(
         spec: as in `psum`; groups must not be cut.
         key: as in `psum`.
         scatter_dimension: the axis of `x` that is cut. Default 0.
-        tiled: as in `jax.lax.psum_scatter`: whether a piece has 1/n of the axis (True), or is one of its n entries
-            (default).
+        tiled: as in `jax.lax.psum_scatter`. True: a piece has 1/n of the axis. False (default): it is one of its n
+            entries.
         algorithm: as in `psum`, with one rounding less.
         accumulate: as in `psum`.
 
@@ -132,7 +132,7 @@ def psum_scatter(
         The piece of this rank.
 
     Raises:
-        TypeError, ValueError: as `psum`; and for an axis whose length the number of ranks does not divide, or pieces
+        TypeError, ValueError: as `psum`. Also for an axis whose length the number of ranks does not divide, or pieces
             that cut groups.
 
     Example:
@@ -155,13 +155,14 @@ def psum_scatter(
 def all_gather(
     x: Any, axis_name: AxisName, spec: SpecLike, key: Array | None = None, *, axis: int = 0, tiled: bool = False
 ) -> Any:
-    """The arrays of all ranks, joined on every rank, with codes on the wire.
+    """Joins the arrays of all ranks on every rank, with codes on the wire.
 
     Each rank quantizes its array and sends it; every rank, the sender too, decodes the same codes. The transpose is
     `psum_scatter` in the codes of the spec's gradient if that is a spec, else of floats.
 
     With ``tiled=True`` and ``axis=0`` the result is bit for bit the whole array rounded to `spec`, with the key
-    ``fold_in(fold_in(key, 0), 2)``, if the format has no scale of the whole array or of all numbers along the axis.
+    ``fold_in(fold_in(key, 0), 2)``. This needs a format without a scale of the whole array or of all numbers along the
+    axis.
 
     Args:
         x: as in `psum`.
@@ -169,7 +170,8 @@ def all_gather(
         spec: as in `psum`; groups must not be cut.
         key: as in `psum`.
         axis: the axis of the result along which arrays are joined. Default 0.
-        tiled: as in `jax.lax.all_gather`: whether they are concatenated (True), or stacked along a new axis (default).
+        tiled: as in `jax.lax.all_gather`. True: arrays are concatenated. False (default): they are stacked along a new
+            axis.
 
     Returns:
         The joined arrays, equal on all ranks.
@@ -205,7 +207,7 @@ def all_to_all(
     concat_axis: int = 0,
     tiled: bool = False,
 ) -> Any:
-    """Piece p of every rank's array goes to rank p, with codes on the wire.
+    """Sends piece p of every rank's array to rank p, with codes on the wire.
 
     The transpose is `all_to_all` with the axes exchanged, in the codes of the spec's gradient if that is a spec, else
     of floats.
@@ -217,8 +219,8 @@ def all_to_all(
         key: as in `psum`.
         split_axis: the axis of `x` that is cut. Default 0.
         concat_axis: the axis of the result along which pieces are joined, in the order of their senders. Default 0.
-        tiled: as in `jax.lax.all_to_all`: whether pieces have 1/n of the axis and are concatenated (True), or are its n
-            entries and are stacked (default).
+        tiled: as in `jax.lax.all_to_all`. True: pieces have 1/n of the axis and are concatenated. False (default): they
+            are its n entries and are stacked.
 
     Returns:
         The pieces for this rank.
@@ -247,7 +249,7 @@ def all_to_all(
 def ppermute(
     x: Any, axis_name: AxisName, spec: SpecLike, key: Array | None = None, *, perm: Sequence[tuple[int, int]]
 ) -> Any:
-    """The array of another rank, with codes on the wire; zeros on a rank that none sends to.
+    """Receives the array of another rank, with codes on the wire; zeros on a rank that none sends to.
 
     The transpose is `ppermute` in the other direction, in the codes of the spec's gradient if that is a spec, else of
     floats.
@@ -263,7 +265,7 @@ def ppermute(
         Arrays like `x`.
 
     Raises:
-        TypeError, ValueError: as `psum`; and for a permutation with a rank that does not exist or comes twice.
+        TypeError, ValueError: as `psum`. Also for a permutation with a rank that does not exist or comes twice.
 
     Example:
         >>> import jax, jax.numpy as jnp, jchop as jc

@@ -259,11 +259,11 @@ RING = "ring"
 
 @dataclass(frozen=True)
 class Hierarchical:
-    """The algorithm of a sum over two mesh axes, one after the other: three roundings, less data between nodes.
+    """Algorithm of a sum over two mesh axes, one after the other: three roundings, less data between nodes.
 
-    The ranks along `inner` exchange codes and add them; the partial sums are quantized again, exchanged along `outer`
+    The ranks along `inner` exchange codes and add them. The partial sums are quantized again, exchanged along `outer`
     and added. So each rank sends 1/I of its numbers along `outer`, with I ranks along `inner`. It is a value for the
-    argument `algorithm` of the sums of `jchop.distributed`, whose `axis_name` then has these two names.
+    argument `algorithm` of the sums of `jchop.distributed`. Their `axis_name` then has these two names.
 
     Args:
         inner: name of the mesh axis with fast links, inside a node.

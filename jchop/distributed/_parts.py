@@ -33,16 +33,16 @@ Array = jax.Array
 
 
 def quantize_parts(x: Any, axis_name: AxisName, spec: SpecLike, key: Array | None = None, *, axis: int = 0) -> Any:
-    """The parts of this rank as codes under the scales of the whole arrays: one all-reduce of maxima for a whole tree.
+    """Quantizes the parts of this rank under the scales of the whole arrays: one all-reduce of maxima for a whole tree.
 
-    If scales are shared along the cut axis (a scale of the tensor, of columns), the ranks exchange the least and the
-    largest number of each group, of all arrays together, as integers in the order of the numbers. Otherwise nothing
-    moves. `unshard` of the result gathers the codes. So weights that lie in parts as floats are gathered in the bytes
-    of the format.
+    Scales may be shared along the cut axis (a scale of the tensor, of columns). The ranks then exchange the least and
+    the largest number of each group, of all arrays together, as integers in the order of the numbers. Otherwise nothing
+    moves. `unshard` of the result gathers the codes. So weights that are cut between devices as floats are gathered in
+    the bytes of the format.
 
     Args:
-        x: the parts of this rank: as in `psum`.
-        axis_name: as in `psum`: the mesh axes over which the arrays are cut.
+        x: the parts of this rank, as in `psum`.
+        axis_name: the mesh axes over which the arrays are cut, as in `psum`.
         spec: as in `psum`; groups must not be cut.
         key: as in `psum`. Leaf number i of the tree draws from ``fold_in(key, i)``.
         axis: the axis along which all arrays are cut. Default 0.
@@ -51,8 +51,8 @@ def quantize_parts(x: Any, axis_name: AxisName, spec: SpecLike, key: Array | Non
         QArrays of the parts. Joined along the axis, they are bit for bit `jchop.quantize` of the whole array.
 
     Raises:
-        TypeError, ValueError: as `psum`; and for parts that cut groups or bytes of codes, for scales of scales that are
-            shared along the axis, and for rules that read all numbers of a group, if it is cut.
+        TypeError, ValueError: as `psum`. For parts that cut groups or bytes of codes, and for scales of scales that are
+            shared along the axis. For rules that read all numbers of a group, if it is cut.
 
     References:
         The gather of float8 weights in torchao's ``precompute_float8_dynamic_scale_for_fsdp``.
@@ -192,31 +192,31 @@ def unshard(
     after: Array | None = None,
     entry: int | Array | None = None,
 ) -> Any:
-    """Packed arrays on every device, gathered as codes and scales; `jchop.dequantize` of them then moves nothing.
+    """Gathers packed arrays on every device as codes and scales; `jchop.dequantize` of them then moves nothing.
 
-    This is the gather of FSDP: weights lie in parts on the devices, and a layer gathers the codes of its own just
-    before it is used. Without it XLA may gather dequantized numbers.
+    This is the gather of FSDP: the devices store parts of the weights, and a layer gathers its own codes just before it
+    is used. Without it XLA may gather dequantized numbers.
 
     Args:
         tree: a pytree with QArrays; other leaves are gathered as they are. Under `jax.jit` in an automatic or explicit
-            mesh (`jax.set_mesh`), sharded in any way. In `jax.shard_map`, the parts of this rank.
-        axis_name: the mesh axes to gather over, in `jax.shard_map`. Default None: not in `jax.shard_map`; all axes.
+            mesh (`jax.set_mesh`) it is sharded in any way. In `jax.shard_map` it has the parts of this rank.
+        axis_name: the mesh axes to gather over, in `jax.shard_map`. Default None, outside of `jax.shard_map`: all axes.
         axis: the array axis that was cut between ranks, in `jax.shard_map`. Default 0.
-        after: an array of real numbers, such as the input of the layer, which is computed before anything is gathered.
-            With it the layers of a loop in Python are whole one at a time, as those of a scan are; XLA may else gather
-            and unpack all of them first. Outside of `jax.shard_map` this sends one number. Default None.
-        entry: the number of a layer, if the arrays are stacks of layers along a first axis more: only the arrays of
-            this layer are gathered, and `axis` counts their axes. For a `jax.lax.scan` over the numbers of layers,
-            in which the stacks are constants: XLA's compiler for CPUs converts stacks of float8 that are scanned
-            themselves, as a whole. A traced number out of range is clamped, as in JAX. Default None.
+        after: an array of real numbers, for example the input of the layer, which is computed before anything is
+            gathered. With it the layers of a loop in Python are whole one at a time, as in a scan. Without it XLA may
+            gather and unpack all of them first. Outside of `jax.shard_map` it sends one number. Default None.
+        entry: the index of a layer, if the arrays are stacks of layers along one more first axis. Only the arrays of
+            this layer are gathered, and `axis` counts their axes. Use it in a `jax.lax.scan` over the indexes of
+            layers, in which the stacks are constants. XLA's compiler for CPUs would convert stacks of float8 that are
+            scanned themselves as a whole. A traced index out of range is clamped, as in JAX. Default None.
 
     Returns:
         The tree of whole arrays.
 
     Raises:
         TypeError: for an `after` that is no array of real numbers, or an `entry` that is no integer.
-        ValueError: without a mesh; in `jax.shard_map`, for an axis that is not in the mesh or that an array lacks, and
-            for parts that cut groups; for an `entry` out of range, or leaves that are no stacks of one length.
+        ValueError: without a mesh. In `jax.shard_map`, for an axis that is not in the mesh or that an array lacks, and
+            for parts that cut groups. For an `entry` out of range, or leaves that are no stacks of one length.
 
     Example:
         >>> import jax, jax.numpy as jnp, jchop as jc

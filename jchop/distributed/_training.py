@@ -46,29 +46,29 @@ def psum_with_feedback(
     accumulate: Accumulate = None,
     bucket: int = BUCKET,
 ) -> Transformation:
-    """Sums of updates over ranks as a link of an Optax chain, with the errors of both roundings kept.
+    """Sums updates over ranks, as a link of an Optax chain, and keeps the errors of both roundings.
 
-    A rank adds the error of its last messages to the pieces that it sends, and the owner of a piece adds the error of
-    the last sum: c = x + e, q = round(c), and the new error is c - q. Over many steps the sum of all results differs
-    from the sum of all updates by one error of every rank and one of the owner. So formats of one bit train. Without
-    errors a step is `psum` with ``algorithm="two_shot"``.
+    A rank adds the error of its last messages to the pieces that it sends. The owner of a piece adds the error of the
+    last sum. With the error e: c = x + e, q = round(c), and the new error is c - q. Over many steps the sum of results
+    differs from the sum of updates by one error of each rank and one of the owner. So even formats of one bit can
+    train. Without errors a step is `psum` with ``algorithm="two_shot"``.
 
-    If a number is not finite on any rank, or in a sum, all results of the step are NaN on every rank, in any format,
-    and the errors stay as they were: a step to be skipped, as by `jchop.optim.skip_nonfinite`.
+    If a number is not finite on any rank, or in a sum, all results of the step are NaN on every rank. This is so in any
+    format. The errors stay as they were. Skip the step then, for example by `jchop.optim.skip_nonfinite`.
 
-    Both functions run inside `jax.shard_map`. The state differs between ranks: with a leading axis for the ranks it
+    Both functions run inside `jax.shard_map`. The state differs between ranks. With a leading axis for the ranks it
     passes in and out of `jax.shard_map` by ``PartitionSpec(axis_name)``.
 
     Args:
         axis_name: as in `psum`.
-        spec: as in `psum`; also formats so coarse that single sums mean little.
+        spec: as in `psum`; even formats so coarse that single sums mean little.
         key: a typed key, required if `spec` or `accumulate` is stochastic. Each step splits it. Default None.
         accumulate: as in `psum`.
         bucket: as in `psum`.
 
     Returns:
-        The functions ``init(params)`` and ``update(updates, state, params=None)``, which `optax.chain` takes. The state
-        has `sent` and `total`, the errors of the pieces sent and of the sums owned, and `key`.
+        The functions ``init(params)`` and ``update(updates, state, params=None)``, for `optax.chain`. The state has
+        `sent` and `total`, the errors of the pieces sent and of the sums owned, and `key`.
 
     Raises:
         TypeError, ValueError: as `psum`.
@@ -174,16 +174,17 @@ class DilocoState(NamedTuple):
 
 
 def diloco(inner: Any, outer: Any, every: int) -> Transformation:
-    """Training with few exchanges: `every` steps of each rank by itself, then one step of an outer optimizer.
+    """Trains with few exchanges: `every` steps of each rank by itself, then one step of an outer optimizer.
 
-    At an exchange, `outer` gets the parameters of the last exchange minus the rank's own, as if that were a gradient,
-    and sums it over ranks: its first link is `psum_with_feedback`, or a sum without memory such as
+    At an exchange, `outer` gets the parameters of the last exchange minus the rank's own, in place of a gradient, and
+    sums it over ranks. Its first link is `psum_with_feedback`, or a sum without memory:
     ``optax.stateless(lambda u, _: jchop.distributed.psum(u, "data", spec))``. DiLoCo's outer optimizer follows, with
     the mean over n ranks: ``optax.scale(1 / n), optax.sgd(0.7, momentum=0.9, nesterov=True)``. Between exchanges
     nothing moves. `update` runs inside `jax.shard_map`.
 
-    The anchor in the state has the same bits on every rank. The parameters that `optax.apply_updates` gives differ from
-    it by a rounding of the addition at most; the next exchange corrects that. Save and evaluate the anchor.
+    The anchor in the state has the same bits on every rank. After an exchange, `optax.apply_updates` gives parameters
+    that differ from it by a rounding of the addition at most. The next exchange corrects this. Save and evaluate the
+    anchor.
 
     Args:
         inner: the Optax transformation of a rank's own steps.

@@ -20,13 +20,13 @@ Array = jax.Array
 
 
 def shard(model: Any, rules: Mapping[str, PartitionSpec], mesh: Mesh) -> Any:
-    """A model, or any pytree, placed on the devices of a mesh: packed parameters too, between their groups.
+    """Places a model, or any pytree, on the devices of a mesh: packed parameters too, cut between their groups.
 
     Args:
-        model: a module of Flax NNX; or a pytree of arrays and QArrays, such as variables of Linen, parameters, or the
-            state of an optimizer.
-        rules: `jax.sharding.PartitionSpec` by patterns ([](patterns.md)) for paths such as ``layers/0/kernel``; the
-            first that matches counts. Its entries are for the axes of the array as it is stored. Arrays that no pattern
+        model: a module of Flax NNX; or a pytree of arrays and QArrays: variables of Linen, parameters, or the state of
+            an optimizer.
+        rules: `jax.sharding.PartitionSpec` by patterns ([](patterns.md)) for paths as ``layers/0/kernel``. The first
+            that matches counts. Its entries are for the axes of the array as it is stored. Arrays that no pattern
             matches are copied to every device.
         mesh: the mesh.
 
@@ -35,8 +35,9 @@ def shard(model: Any, rules: Mapping[str, PartitionSpec], mesh: Mesh) -> Any:
 
     Raises:
         TypeError: for rules that are not PartitionSpecs by patterns.
-        ValueError: for a pattern that matches no array, a mesh axis that does not exist, an array without so many axes,
-            or a rule that cuts an axis unevenly or cuts groups; the message says which sizes of the mesh axis fit.
+        ValueError: for a pattern that matches no array, a mesh axis that does not exist, or an array without so many
+            axes. For a rule that cuts an axis unevenly or cuts groups; the message says which sizes of the mesh axis
+            fit.
 
     Example:
         >>> import jax, jax.numpy as jnp, jchop as jc

@@ -37,34 +37,34 @@ def calibrate(
     call: Callable[..., Any] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> T:
-    """A quantized model with fixed scales of activations, found by running it on data.
+    """Runs a quantized model on data and returns it with fixed scales of activations.
 
-    This applies to layers with a product and an activation with one scale for the whole array, such as
-    ``"int8"``: the range of the layer's input, before rounding, is recorded for each batch and becomes
-    its `ActivationRange`. Other roundings, and layers that no batch reaches, do not change.
+    This applies to layers with a product whose activation has one scale for the whole array, as ``"int8"``. The range
+    of the layer's input, before rounding, is recorded for each batch and becomes its `ActivationRange`. Other
+    roundings, and layers that no batch reaches, do not change.
 
     Args:
-        model: a result of `quantize`, for ``"qat"`` or ``"ptq"``, of layers or of a program; it is not changed.
+        model: a result of `quantize`, for ``"qat"`` or ``"ptq"``, of layers or of a program. It is not changed.
         batches: the arguments of each call: a tuple of several, or the only one.
-        method: the range of a batch: ``"minmax"``, from the least to the largest number (default);
-            ``"percentile(99.9)"``, that range up to the magnitude that 99.9 % of the numbers do not exceed; ``"mse"``,
+        method: the range of a batch. ``"minmax"`` (default): from the least to the largest number.
+            ``"percentile(99.9)"``: that range up to the magnitude that 99.9 % of the numbers do not exceed. ``"mse"``:
             the fraction of that range, in hundredths, with the least square error of rounding to nearest. Or the range
-            of all batches: ``"entropy"``, up to the magnitude at which a histogram of 2048 bins loses the least
-            information (Kullback-Leibler) when it is rounded to the integers of the format, as in TensorRT. Numbers
-            that are not finite are ignored, with a `RuntimeWarning`.
-        combine: the combined range of all batches: ``"widest"`` (default), or the ``"mean"`` of both ends (not for
+            of all batches, ``"entropy"``, as in TensorRT: a histogram of 2048 bins is rounded to the integers of the
+            format. The range ends at the magnitude where the histogram loses the least information (Kullback-Leibler).
+            Numbers that are not finite are ignored, with a `RuntimeWarning`.
+        combine: the combined range of all batches: the ``"widest"`` (default), or the ``"mean"`` of both ends (not for
             entropy).
-        call: a function of the model and of a batch that is run in place of the model's call: ``lambda m, *batch:
-            m.decode(*batch)``; of a module of Equinox that takes one example, ``lambda m, x: jax.vmap(m)(x)``. Default
-            None.
+        call: a function of the model and of a batch that is run in place of the model's call:
+            ``lambda m, *batch: m.decode(*batch)``. For a module of Equinox whose call is for one example,
+            ``lambda m, x: jax.vmap(m)(x)``. Default None.
         progress: function of the number of completed batches.
 
     Returns:
         The new model.
 
     Raises:
-        TypeError, ValueError: for another method, no batch, an input without a finite number, or a model without such a
-            layer.
+        TypeError, ValueError: for another method, no batch, an input without a finite number, or a model without a
+            layer of this kind.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -140,8 +140,8 @@ class Folded(nnx.Module):
     """The replacement of a folded batch norm: the identity.
 
     Example:
-        >>> import jax.numpy as jnp, jchop as jc
-        >>> jc.nn.Folded()(jnp.ones(2), use_running_average=True).tolist()
+        >>> import jax.numpy as jnp
+        >>> Folded()(jnp.ones(2), use_running_average=True).tolist()
         [1.0, 1.0]
     """
 
@@ -161,17 +161,17 @@ _KERNEL_CHANNEL_AXIS: Mapping[type, Callable[[Any], int]] = MappingProxyType(
 
 
 def fold_batch_norms(model: M, pairs: Mapping[str, str]) -> M:
-    """A model with batch norms folded into the layers before them, as in evaluation mode.
+    """Folds batch norms into the layers before them, as in evaluation mode.
 
-    With y = x w + b and the norm's mean m, variance v, gain g and offset c, the layer gets the kernel w a and the bias
-    (b - m) a + c, where a = g / sqrt(v + epsilon), computed in float32; `Folded` replaces the norm. Use it on a trained
-    model before quantization, so that the final kernel is rounded.
+    Let y = x w + b, and let the norm have mean m, variance v, gain g and offset c. The layer gets the kernel w a and
+    the bias (b - m) a + c, where a = g / sqrt(v + epsilon), computed in float32. `Folded` replaces the norm. Use it on
+    a trained model before quantization, so that the final kernel is rounded.
 
     Args:
         model: a module of Flax NNX; it is not changed.
-        pairs: maps the path of a Linear, Conv or ConvTranspose to that of the batch norm that reads its result, alone
-            and unchanged: ``{"blocks/0/conv": "blocks/0/norm"}``. The caller must know this, because a module does not
-            expose the order of its calls.
+        pairs: maps the path of a Linear, Conv or ConvTranspose to the path of the batch norm that reads its result,
+            alone and unchanged: ``{"blocks/0/conv": "blocks/0/norm"}``. The caller must know this, because a module
+            does not expose the order of its calls.
 
     Returns:
         The new model. Arrays that did not change are shared with the given one.

@@ -46,42 +46,43 @@ def add_lora(
     rngs: nnx.Rngs | None = None,
     key: Array | None = None,
 ) -> Any:
-    """A copy of a model with adapters beside its linear layers, whatever their weights are packed in.
+    """Copies a model and adds adapters beside its linear layers, whatever their weights are packed in.
 
     * NNX: a matched linear layer becomes an ``Adapted`` that holds it as ``base``. With `inputs` every parameter that
-      only products of matrices take may have an adapter, in the attribute ``quantization_adapters`` of its module.
-      A and B are `flax.nnx.LoRAParam`: ``nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))`` and
+      only products of matrices read may have an adapter, in the attribute ``quantization_adapters`` of its module. A
+      and B are `flax.nnx.LoRAParam`: ``nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))`` and
       ``nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)`` train them alone. Dropout is applied until ``model.eval()``.
-    * Equinox, and parameters of `fun`: such a parameter becomes an ``AdaptedParam`` in its place, and `lora_mask` says
-      which arrays to train. Dropout is applied in calls with a key: ``low(params, x, key=key)``, or
+    * Equinox, and parameters of `fun`: a matched parameter becomes an ``AdaptedParam`` in its place, and `lora_mask`
+      says which arrays to train. Dropout is applied in calls with a key: ``low(params, x, key=key)``, or
       ``model(x, rounding_key=key)`` in Equinox.
     * Linen: `model` is the variables of `fun`. Adapters are the collection ``"lora"``, which trains alone:
       ``jax.grad(lambda lora: loss(low.apply({**variables, "lora": lora}, x)))(variables["lora"])``. Dropout is applied
       with ``rngs={"dropout": key}``.
 
-    Packed weights have no gradient. So a backward pass holds no array of the size of a weight except the unpacked one.
+    Packed weights have no gradient. So the only array of a weight's size in a backward pass is the unpacked weight.
 
     Args:
-        model: a module of Flax NNX or Equinox, quantized or not. Or parameters of `fun`, packed or not; of a module of
+        model: a module of Flax NNX or Equinox, quantized or not. Or parameters of `fun`, packed or not; for a module of
             Linen its variables.
         rules: a mapping of patterns of paths to a `LoraRule` or its fields, ``{"*": {"rank": 8}}``; a `LoraRule`, or
-            several. The first that matches a layer's path applies, or that of a parameter.
-        inputs: example arguments of the call, ``(x,)`` or ``{"x": x}``, or their shapes; of models also those of
-            methods, ``{"decode": (x,)}``. Without them, rules may match only the linear layers of a model of NNX.
+            several. The first that matches the path of a layer or parameter applies.
+        inputs: example arguments of the call, ``(x,)`` or ``{"x": x}``, or their shapes. For models also the arguments
+            of methods, ``{"decode": (x,)}``. Without them, rules may match only the linear layers of a model of NNX.
             Default None.
-        fun: parameters: what runs them, a result of `jchop.quantize_fn`, or of `jchop.nn.quantize` for Linen.
+        fun: for parameters, the function that runs them: a result of `jchop.quantize_fn`, or of `jchop.nn.quantize` for
+            Linen.
         original: the model before it was packed, which "loftq" and "pissa" need for packed layers. Default None.
-        rngs: NNX: `flax.nnx.Rngs` with the streams ``params`` and, for dropout, ``dropout``.
-        key: others than NNX: a typed key for the first values of A.
+        rngs: for NNX, `flax.nnx.Rngs` with the streams ``params`` and, for dropout, ``dropout``.
+        key: for all but NNX, a typed key for the first values of A.
 
     Returns:
         The model, or the parameters or variables, with adapters.
 
     Raises:
-        TypeError: for rules or a model that are none.
-        ValueError: for a rule that matches no linear layer, a layer that is no `flax.nnx.Linear` or `LinearGeneral`
-            without `batch_axis`, another parameter without `inputs`, one that other operations take, a rank above its
-            sizes with "loftq" or "pissa", or a missing `original`.
+        TypeError: for rules or a model of another type.
+        ValueError: for a rule that matches no linear layer, or a layer that is no `flax.nnx.Linear` or `LinearGeneral`
+            without `batch_axis`. For another parameter without `inputs`, or one that other operations read. For a rank
+            above its sizes with "loftq" or "pissa", or a missing `original`.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -116,17 +117,18 @@ def add_lora(
 
 
 def merge_lora(model: Any, *, requantize: bool = False) -> Any:
-    """A copy of a model with its adapters added to the weights, W + factor A B, and without adapters.
+    """Copies a model, adds its adapters to the weights, W + factor A B, and removes them.
 
     Args:
         model: as from `add_lora`.
         requantize: whether a packed weight is packed again by its rule, which rounds the sum. Default False: the weight
-            is in full precision, and its rule has no effect any more in a model of NNX or Equinox. Parameters of
-            `jchop.quantize_fn` and variables of Linen are rounded in each call: call the function or the module itself.
+            is in full precision. In a model of NNX or Equinox its rule then has no effect any more. A result of
+            `jchop.quantize_fn` and a quantized module of Linen still round them in each call: call the function or the
+            module itself.
 
     Returns:
         The model with the layers in their own places. Parameters without adapters are the same, packed ones still
-        packed: `jchop.dequantize` unpacks those of a pytree.
+        packed. `jchop.dequantize` unpacks the parameters of a pytree.
 
     Raises:
         ValueError: for a model without adapters.
@@ -147,14 +149,14 @@ def merge_lora(model: Any, *, requantize: bool = False) -> Any:
 
 
 def split_lora(model: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
-    """The model without its adapters, and the adapters by path.
+    """Separates a model from its adapters: returns the model without them, and the adapters by path.
 
     Args:
         model: as from `add_lora`.
 
     Returns:
-        A copy of the model with the layers in their own places; and for the path of each layer a dict of ``lora_a``,
-        ``lora_b`` and the ``rule``. A parameter that is called ``weight`` or ``kernel`` has the path of its layer,
+        A copy of the model with the layers in their own places, and a dict. The dict has ``lora_a``, ``lora_b`` and the
+        ``rule`` for the path of each layer. A parameter named ``weight`` or ``kernel`` has the path of its layer,
         another one its own.
 
     Raises:
@@ -189,7 +191,7 @@ def save_lora(path: str | os.PathLike[str], model: Any) -> None:
 
     Raises:
         ValueError: for a model without adapters, or with several rates of dropout or stacks of layers, which PEFT does
-            not have. For a folder that another call writes to.
+            not have. For a folder that another call is writing to.
         OSError: if a file cannot be written; the old files stay.
 
     Example:
@@ -214,24 +216,24 @@ def load_lora(
     fun: Any = None,
     rngs: nnx.Rngs | None = None,
 ) -> Any:
-    """A copy of a model with the adapters of a folder of `save_lora` or PEFT: LoRA and rank-stabilized LoRA.
+    """Copies a model and adds the adapters of a folder of `save_lora` or PEFT: LoRA and rank-stabilized LoRA.
 
-    As in PEFT, a key of ``rank_pattern`` or ``alpha_pattern`` is a regular expression of the end of a path, and the
-    first one that matches decides.
+    As in PEFT, a key of ``rank_pattern`` or ``alpha_pattern`` is a regular expression of the end of a path. The first
+    one that matches decides.
 
     Args:
         path: a folder with ``adapter_model.safetensors`` and ``adapter_config.json``.
-        model: as of `add_lora`, without adapters; names in the file are paths of its layers.
+        model: as in `add_lora`, without adapters; names in the file are paths of its layers.
         inputs: as in `add_lora`.
         fun: as in `add_lora`.
-        rngs: NNX: `flax.nnx.Rngs` for dropout. Default None: adapters have no dropout.
+        rngs: for NNX, `flax.nnx.Rngs` for dropout. Default None: adapters have no dropout.
 
     Returns:
         The model, as from `jchop.nn.add_lora`.
 
     Raises:
-        ValueError: for damaged files, names that are no linear layer of the model, or other shapes; for adapters that
-            compute something else, such as DoRA, or belong to a base that PEFT changes, such as PiSSA.
+        ValueError: for damaged files, names that are no linear layer of the model, or other shapes. For adapters with
+            another computation, as DoRA, or with a base that PEFT changes, as PiSSA.
         OSError: if a file cannot be read.
 
     Example:
@@ -254,10 +256,10 @@ def load_lora(
 
 
 def lora_mask(model: Any) -> Any:
-    """A pytree like a model, True for the arrays of adapters and False for all others.
+    """Returns a pytree like a model: True for the arrays of adapters, False for all others.
 
-    With it adapters alone are differentiated and optimized: ``equinox.partition(model, jc.nn.lora_mask(model))`` gives
-    them and the rest, and `optax.masked` takes it.
+    With it adapters alone are differentiated and optimized. ``equinox.partition(model, jc.nn.lora_mask(model))``
+    separates them from the rest, and it is a mask for `optax.masked`.
 
     Args:
         model: a module of Equinox, a pytree of parameters, or variables of Linen, as from `add_lora`. (Modules of NNX

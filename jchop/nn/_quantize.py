@@ -66,55 +66,55 @@ def quantize(
     key: jax.Array | None = None,
     return_report: bool = False,
 ) -> Any:
-    """A copy of a model that rounds by rules.
+    """Copies a model and makes the copy round by rules.
 
-    With `inputs` or `batches`, or if a rule matches a module with parameters that is no layer of Flax, the *program* of
-    the model is quantized: `jchop.quantize_fn` runs each of its methods, and rounds the parameters that reach products,
-    whatever modules they are in. A rule then may have `weight`, `bias`, `activation`, `matmul` and the specs of
-    gradients. Calls of a module in the model by itself (``model.encoder(x)``) are under the rules, too, as long as
-    these need no stream of keys and no kept scales, which are those of the model; else they are an error.
+    With `inputs` or `batches`, the *program* of the model is quantized. So it is if a rule matches a module with
+    parameters that is no layer of Flax. `jchop.quantize_fn` then runs each of its methods, and rounds the parameters
+    that reach products, whatever modules they are in. A rule then may have `weight`, `bias`, `activation`, `matmul` and
+    the specs of gradients. Calls of a module in the model by itself (``model.encoder(x)``) are under the rules, too.
+    They are an error if they need a stream of keys or kept scales, which belong to the model.
 
-    Otherwise the *layers* of the model are quantized: they become layers of `jchop.nn` with the same name, parameters
-    and paths, which round in place of Flax's `rounded_dot_general`, `rounded_conv`, `einsum_op`, `attention_fn` and
-    `promote_dtype`, and round their result. A product in the model's own code, ``x @ kernel``, is not rounded then.
-    `output` and `cache` need layers.
+    Otherwise the *layers* of the model are quantized. They become layers of `jchop.nn` with the same name, parameters
+    and paths, and round their result. They round in place of Flax's `rounded_dot_general`, `rounded_conv`, `einsum_op`,
+    `attention_fn` and `promote_dtype`. A product in the model's own code, ``x @ kernel``, is not rounded then. `output`
+    and `cache` need layers.
 
-    Of a module of Equinox the program is quantized: the result has the fields, paths and methods of the module, and
+    For a module of Equinox the program is quantized. The result has the fields, paths and methods of the module, and
     its class is derived from the module's. Packed parameters are QArrays in the places of arrays.
 
-    Of a module of Flax Linen the program is quantized, too. Since its variables are apart, it takes no further
-    arguments: the result has `init` and `apply` as the module has, and `start`, `pack`, `calibrate` and `report` of
-    variables. Rules may have an `output`, of the results of modules with parameters of their own, and a `cache`, of
-    Flax's attention with ``decode=True``. Paths are those of the variables (``"block/attention/query"``).
+    For a module of Flax Linen the program is quantized, too. Its variables are apart, so there are no further
+    arguments. The result has `init` and `apply` as the module has, and `start`, `pack`, `calibrate` and `report` of
+    variables. Rules may have an `output`, for the results of modules with parameters of their own, and a `cache`, for
+    Flax's attention with ``decode=True``. Paths are paths of the variables (``"block/attention/query"``).
 
     Layers without a rule do not change; `report` lists the effect on each. A rule rounds the scale and the input of a
-    norm only if all layers that it decides are norms. So a rule for products gives the same model in both ways.
+    norm only if all layers that it decides are norms. So a rule for products has the same effect on layers and on a
+    program.
 
     Args:
         model: a module of Flax or of Equinox, or a quantized one, which is then quantized again. Calibrated and learned
             scales (`calibrate`, `Rule.scale_from`) are kept if the rounding of the operand is the same.
-        rules: a `Rule`, or several; the first that matches a layer's path applies.
-        mode: ``"qat"`` (default): parameters are rounded at each use, with straight-through gradients. ``"ptq"``:
-            weights and biases are rounded once and stored packed, as `QuantizedParam`; other tensors are rounded at
-            each use. These two compute the same numbers, bit for bit, if the rounding is not stochastic.
-            ``"weight_only"``: like ``"ptq"``, and a rule may round nothing else; a rule without a `product` has
-            ``"auto"``, so that products read weights as they are stored, and sums differ in last digits from those of
-            ``"ptq"``. ``"emulate"``: `jchop.emulate` runs the layer, with
-            every operation rounded to the rule's activation, and sums by its matmul.
-        inputs: example arguments of the model's call, ``(x,)`` or by name ``{"x": x, "cache": cache}``, or of several
-            methods, ``{"decode": (x, step), "encode": {"x": x}}``: arrays or `jax.ShapeDtypeStruct`. With them the
+        rules: a `Rule`, or several. The first that matches a layer's path applies.
+        mode: ``"qat"`` (default) rounds parameters at each use, with straight-through gradients. ``"ptq"`` rounds
+            weights and biases once and stores them packed, as `QuantizedParam`; other tensors are rounded at each use.
+            These two compute the same numbers, bit for bit, if the rounding is not stochastic. ``"weight_only"`` is
+            like ``"ptq"``, and a rule may round nothing else. A rule without a `product` then has ``"auto"``: products
+            read weights as they are stored, and sums differ in last digits from ``"ptq"``. ``"emulate"`` runs the layer
+            by `jchop.emulate`, with every operation rounded to the rule's activation, and sums by its matmul.
+        inputs: example arguments of the model's call, ``(x,)`` or by name ``{"x": x, "cache": cache}``. Or of several
+            methods, ``{"decode": (x, step), "encode": {"x": x}}``. Arrays or `jax.ShapeDtypeStruct`. With them the
             program is quantized. Parameters that no call reaches stay as they are. Default None: the first batch.
         call: a function of the model, and of `inputs` or of a batch, that is run in place of the model's call:
-            ``lambda m, *batch: m.decode(*batch)``; of a module of Equinox that takes one example,
+            ``lambda m, *batch: m.decode(*batch)``. For a module of Equinox whose call is for one example,
             ``lambda m, x: jax.vmap(m)(x)``. Default None.
-        batches: data, for the modes ``"ptq"`` and ``"weight_only"``: the arguments of each call, a tuple of several or
-            the only one. Each weight is rounded so that its product has small errors on them. Default None.
-        steps: how it is rounded, as of `jchop.QuantizedFunction.pack`: ``[jc.ptq.clip(), jc.ptq.gptq()]``. A layer of
-            Flax without a bias gets one for `jchop.ptq.correct_biases`. Default: as there.
-        rngs: `flax.nnx.Rngs`, required if a rule is stochastic: every rounding draws from its own stream, forked from
+        batches: data, for the modes ``"ptq"`` and ``"weight_only"``: the arguments of each call, tuples, or the only
+            argument. Each weight is rounded so that its product has small errors on them. Default None.
+        steps: the steps of the rounding, as in `jchop.QuantizedFunction.pack`: ``[jc.ptq.clip(), jc.ptq.gptq()]``. A
+            layer of Flax without a bias gets one for `jchop.ptq.correct_biases`. Default: as there.
+        rngs: `flax.nnx.Rngs`, required if a rule is stochastic. Every rounding draws from its own stream, forked from
             the one named by the rule, and advances it, like a dropout. Not for Equinox.
-        key: Equinox: a typed key, required to pack if the rounding of a parameter is stochastic. Calls of a module with
-            a stochastic rule then take a key each, ``model(x, rounding_key=key)``. Default None.
+        key: for Equinox, a typed key, required to pack if the rounding of a parameter is stochastic. Calls of a module
+            with a stochastic rule then need a key each, ``model(x, rounding_key=key)``. Default None.
         return_report: whether a `jchop.ptq.PtqReport` is returned, too; it needs `batches`. Default False.
 
     Returns:
@@ -122,11 +122,11 @@ def quantize(
 
     Raises:
         TypeError: for invalid rules or `rngs`.
-        ValueError: for a rule that matches no layer, or has a field without effect on those it matches; a layer with
-            its own functions instead of Flax's; a stochastic rule without `rngs`; with `inputs`, a layer that rounds
-            its parameters already, or a method that is an attribute of one object; other arguments in `inputs`;
-            `batches` in another mode.
-        NotImplementedError: for a product that is out of reach, a field that a program does not have, or packed
+        ValueError: for a rule that matches no layer, or has a field without effect on the layers it matches. For a
+            layer with its own functions instead of Flax's, a stochastic rule without `rngs`, other arguments in
+            `inputs`, or `batches` in another mode. With `inputs`, for a layer that rounds its parameters already, or a
+            method that is an attribute of one object.
+        NotImplementedError: for a product that is out of reach, or a field that a program does not have. For packed
             parameters that `flax.nnx.SpectralNorm` or `WeightNorm` would normalize.
 
     Example:

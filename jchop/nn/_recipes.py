@@ -80,57 +80,60 @@ RECIPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def recipe(name: str, path: str = "*", **changes: Any) -> Rule:
-    """The rule of a published training method.
+    """Returns the rule of a published training method.
 
-    The weight is the same in the forward product and in that of the inputs' gradient, Q(W^T) = Q(W)^T, under
-    ``"float8_tensorwise"``, ``"float8_delayed"``, ``"nvfp4"``, ``"ibm_fp8"``, ``"ibm_hybrid_fp8"``, ``"wage"`` and, of
-    weights with two axes, ``"deepseek_fp8"``. It is not, by design, under ``"float8_rowwise"``,
-    ``"float8_rowwise_with_gw_hp"``, ``"mxfp8"``, ``"mxfp4"``, ``"mxfp4_quartet"``, ``"int8"`` and
-    ``"int8_stochastic"``, whose scales are those of rows or blocks along the sum of each product.
+    Some recipes use the same rounded weight in the forward product and in the product for the inputs' gradient, Q(W^T)
+    = Q(W)^T. They are ``"float8_tensorwise"``, ``"float8_delayed"``, ``"nvfp4"``, ``"ibm_fp8"``, ``"ibm_hybrid_fp8"``,
+    ``"wage"`` and, for weights with two axes, ``"deepseek_fp8"``. Others do not, by design, because their scales are
+    for rows or blocks along the sum of each product. They are ``"float8_rowwise"``, ``"float8_rowwise_with_gw_hp"``,
+    ``"mxfp8"``, ``"mxfp4"``, ``"mxfp4_quartet"``, ``"int8"`` and ``"int8_stochastic"``.
 
     ``"nvfp4"`` and ``"mxfp4"`` rotate the operands of backward products (`jchop.Hadamard`). Convolutions and experts
-    have no such rotation: give them a rule of their own, ``recipe(name, operation="conv", rotation=None)``, before the
-    other. The published runs keep the first and the last blocks, the embeddings and the last layer in high precision:
-    put the rules of `keep_wide` before the recipe. Four over six is an option of NVIDIA's
-    recipe: ``recipe("nvfp4", activation="nvfp4(rule=four_over_six)")``, and so for the weight, in tiles, and the
-    gradient.
+    have no rotation: give them a rule of their own, ``recipe(name, operation="conv", rotation=None)``, before the
+    other. The published runs keep the first and the last blocks, the embeddings and the last layer in high precision.
+    For this, put the rules of `keep_wide` before the recipe. Four over six is an option of NVIDIA's recipe:
+    ``recipe("nvfp4", activation="nvfp4(rule=four_over_six)")``. The weight, in tiles, and the gradient have the same
+    option.
 
-    In ``"mxfp4"`` and ``"mxfp4_quartet"`` all four operands of the backward products are rounded stochastically, and
-    each product is right on average, since the rule ``floor_unclipped`` clips nothing: its scales are 4/3 of the powers
-    of two of OCP, which is the papers' factor of 3/4 before the rounding and 16/9 after the product. Two things are
-    otherwise than in the papers: signs of rotations are fixed, not drawn in each step, and ``"mxfp4_quartet"`` rotates
-    forward operands with them too. Tseng et al. have the forward product in bfloat16 or float8; here it is in MXFP4,
-    ``recipe("mxfp4", weight="bfloat16", activation="bfloat16")`` is theirs. Castro et al. take the rounded x and w into
-    the backward products; here they come from full precision. They have no gradient of numbers beyond the largest
-    element; here of those that round beyond it, 7/6 of it and more. Their released kernels divide by the standard
-    deviation of a block, plus 1e-8, where QuEST (arXiv 2502.05003), and the rule ``quest`` here, has the root of the
-    mean square. ``"mxfp4_quartet"`` is of programs (`jchop.quantize_fn`, ``jc.nn.quantize(model, rules, inputs=...)``).
+    In ``"mxfp4"`` and ``"mxfp4_quartet"`` all four operands of the backward products are rounded stochastically. Each
+    product is right on average, since the rule ``floor_unclipped`` clips nothing. Its scales are 4/3 of the powers of
+    two of OCP: the papers' factor of 3/4 before the rounding and 16/9 after the product.
 
-    ``"int8"``, ``"int8_stochastic"`` and ``"deepseek_fp8"`` multiply codes. So do the others of float8, ``"mxfp8"``,
-    ``"mxfp4"`` and ``"nvfp4"`` with ``product="codes"``, except ``"float8_delayed"``, whose scales have a source of
-    their own.
+    Some things differ from the papers. Signs of rotations are fixed, not drawn in each step, and ``"mxfp4_quartet"``
+    rotates forward operands with them too. Tseng et al. have the forward product in bfloat16 or float8; here it is in
+    MXFP4. Theirs is ``recipe("mxfp4", weight="bfloat16", activation="bfloat16")``. Castro et al. pass the rounded x and
+    w to the backward products; here x and w come from full precision. They have no gradient of numbers beyond the
+    largest element; here numbers that round beyond it, 7/6 of it and more, have none. Their released kernels divide by
+    the standard deviation of a block, plus 1e-8. QuEST (arXiv 2502.05003), and the rule ``quest`` here, divide by the
+    root mean square. ``"mxfp4_quartet"`` is for programs (`jchop.quantize_fn`,
+    ``jc.nn.quantize(model, rules, inputs=...)``).
+
+    ``"int8"``, ``"int8_stochastic"`` and ``"deepseek_fp8"`` multiply codes. With ``product="codes"`` so do ``"mxfp8"``,
+    ``"mxfp4"``, ``"nvfp4"`` and the others of float8, except ``"float8_delayed"``, whose scales have a source of their
+    own.
 
     A rule describes products. For the update of the weights use `jchop.optim`; docs/nn.md has both halves of
-    ``"ibm_fp8"`` and ``"wage"``. Three things of WAGE are otherwise here. Errors keep their power of two, which an
-    update that takes each gradient by its own power of two cannot tell. That power is the nearest to the largest
-    magnitude by difference, not by logarithm: half the paper's where its significand is from 1.414 to 1.488. The factor
-    alpha that the paper divides the result of a layer by, a power of two, is the model's to apply.
+    ``"ibm_fp8"`` and ``"wage"``. Three things differ from WAGE. Errors keep their power of two; an update that scales
+    each gradient by its own power of two gives the same numbers. That power is the nearest to the largest magnitude by
+    difference, not by logarithm: half the paper's where its significand is from 1.414 to 1.488. The paper divides the
+    result of a layer by a factor alpha, a power of two; here the model has to apply it.
 
     Args:
-        name: ``"float8_tensorwise"``, ``"float8_rowwise"``, ``"float8_rowwise_with_gw_hp"`` (those of torchao, with
-            scales chosen anew for each tensor), ``"float8_delayed"`` (tensorwise, scales from a `DelayedScaling`;
-            longer or shorter by ``scale_from=``), ``"mxfp8"``, ``"mxfp4"`` (Tseng et al., AISTATS 2025: backward
-            products of stochastic operands, rotated), ``"mxfp4_quartet"`` (Castro et al., NeurIPS 2025: the forward
-            product rotated and clipped, too), ``"nvfp4"`` (NVIDIA: weights in tiles of 16 x 16, stochastic gradients,
-            dw rotated), ``"deepseek_fp8"`` (rows of 128, tiles of 128 x 128, sums of 128 products in float32),
-            ``"int8"`` (torchao's int8 mixed precision), ``"int8_stochastic"``, ``"ibm_fp8"`` (Wang et al., NeurIPS
-            2018: sums in e6m9 in chunks of 64), ``"ibm_hybrid_fp8"`` (Sun et al., NeurIPS 2019) or ``"wage"`` (Wu et
-            al., ICLR 2018: 2-8-8-8 bits of weights, activations, gradients, errors).
-        path: as of a `Rule`. Default ``"*"``.
+        name: the method. ``"float8_tensorwise"``, ``"float8_rowwise"``, ``"float8_rowwise_with_gw_hp"``: from torchao,
+            with scales chosen anew for each tensor. ``"float8_delayed"``: tensorwise, with scales from a
+            `DelayedScaling`; longer or shorter by ``scale_from=``. ``"mxfp8"`` (OCP): blocks of 32 along the sum of
+            each product. ``"mxfp4"`` (Tseng et al., AISTATS 2025): backward products of stochastic operands, rotated.
+            ``"mxfp4_quartet"`` (Castro et al., NeurIPS 2025): the forward product rotated and clipped, too. ``"nvfp4"``
+            (NVIDIA): weights in tiles of 16 x 16, stochastic gradients, dw rotated. ``"deepseek_fp8"``: rows of 128,
+            tiles of 128 x 128, sums of 128 products in float32. ``"int8"``: torchao's int8 mixed precision.
+            ``"int8_stochastic"``: the same, with operands rounded stochastically. ``"ibm_fp8"`` (Wang et al., NeurIPS
+            2018): sums in e6m9 in chunks of 64. ``"ibm_hybrid_fp8"`` (Sun et al., NeurIPS 2019): e4m3 forward, e5m2
+            backward. ``"wage"`` (Wu et al., ICLR 2018): 2-8-8-8 bits of weights, activations, gradients, errors.
+        path: the path of the `Rule`. Default ``"*"``.
         changes: fields of the rule in place of the recipe's.
 
     Raises:
-        TypeError, ValueError: for a name that is not known, or a field that is none.
+        TypeError, ValueError: for an unknown name or field.
 
     Example:
         >>> import jchop as jc
@@ -142,16 +145,16 @@ def recipe(name: str, path: str = "*", **changes: Any) -> Rule:
 
 
 def keep_wide(blocks: str, count: int, *, first: int = 2, last: int = 8, others: str = "{embed,head}") -> list[Rule]:
-    """Rules that leave the first and the last blocks of a model, and other layers, in full precision.
+    """Returns rules that keep the first and the last blocks of a model, and other layers, in full precision.
 
-    Put them before a recipe, since the first rule that matches is the layer's. NVIDIA's run of 62 blocks in NVFP4 keeps
-    the first two and the last eight (arXiv 2509.25149), and the embeddings and the last layer.
+    Put them before a recipe, since the first rule that matches applies. NVIDIA's run of 62 blocks in NVFP4 keeps the
+    first two and the last eight (arXiv 2509.25149), and the embeddings and the last layer.
 
     Args:
         blocks: the path of the list of blocks, as ``"blocks"`` or ``"decoder/layers"``.
-        count: how many blocks there are.
-        first: of these, how many at the start stay as they are. Default 2.
-        last: how many at the end. Default 8.
+        count: the number of blocks.
+        first: the number of blocks at the start that stay as they are. Default 2.
+        last: the number of blocks at the end that stay as they are. Default 8.
         others: a pattern for the other layers that stay as they are. Default ``"{embed,head}"``; empty for none.
 
     Raises:

@@ -60,8 +60,8 @@ class LayerRow:
         weight_snr: signal-to-noise ratio of its weights in dB, with batches; infinite if they are exact, None without
             a rule.
         activation_snr: the same of its results with its inputs alone rounded.
-        output_snr: the same of its results with all its roundings, on the inputs that the model without rules gives it.
-            Both are nan if the model calls it within a transformation of JAX.
+        output_snr: the same of its results with all its roundings, on its inputs in the model without rules. Both are
+            NaN if the model calls it within a transformation of JAX.
     """
 
     path: str
@@ -194,7 +194,7 @@ def report(
     platform: str | None = None,
     batches: Iterable[Any] | None = None,
 ) -> ModelReport | ProgramReport | dict[str, ProgramReport]:
-    """The effect of rules on a model, without quantizing it: on each layer, or with `inputs` on its program.
+    """Lists the effect of rules on a model, without quantizing it: on each layer, or with `inputs` on its program.
 
     Args:
         model: a module of Flax NNX, or of Equinox with `inputs`; its arrays may be abstract (`jax.eval_shape`).
@@ -202,22 +202,22 @@ def report(
         inputs: as in `quantize`: example arguments of the model's call, or of several methods. Default None.
         platform: ``"cpu"``, ``"v5e"``, ``"v6e"``, ``"v7x"``, ``"a100"``, ``"h200"`` or ``"b200"``. The report
             then says which types of operands reach its units in each forward product under a rule. Default None.
-        batches: inputs of the model. The table then has the signal-to-noise ratio of the weights of each layer under a
-            rule, of its inputs and of its results, in dB: 10 log10(Σ y² / Σ (y - z)²) with y without roundings. Each
-            layer is run on the inputs that it has in the model without rules. Not with `inputs`. Default None.
+        batches: inputs of the model. The table then has signal-to-noise ratios in dB for each layer under a rule: of
+            its weights, its inputs and its results. The ratio is 10 log10(Σ y² / Σ (y - z)²) with y without roundings.
+            Each layer is run on the inputs that it has in the model without rules. Not with `inputs`. Default None.
 
     Returns:
-        With `inputs` the report of `jchop.quantize_fn`, which has a row for every parameter and every product; of
-        several methods, one for each, by name.
+        With `inputs` the report of `jchop.quantize_fn`, which has a row for every parameter and every product. For
+        several methods, one report for each, by name.
 
-        Without, a `ModelReport`, whose text is a table: path, layer, roundings, and the bytes of parameters before and
-        after packing. It includes layers without a rule; of parameters that are packed already it names the format.
-        Under rules, a line follows for each parameter that stays in full precision, with its shape and the reason.
-        Products in the model's own code are not listed.
+        Without `inputs` a `ModelReport`, whose text is a table: path, layer, roundings, and the bytes of parameters
+            before and after packing. It includes layers without a rule, and names the format of parameters that are
+            packed already. Under rules, a line follows for each parameter that stays in full precision, with its shape
+            and the reason. Products in the model's own code are not listed.
 
     Raises:
         TypeError, ValueError: for invalid rules, rules that disagree about one module, and specs in which a parameter
-            cannot be packed; for `batches` without rules, without one, with `inputs`, or with a rule that rounds
+            cannot be packed. For `batches` that are empty, without rules, with `inputs`, or with a rule that rounds
             stochastically.
 
     Example:

@@ -36,15 +36,15 @@ class RoundState(NamedTuple):
 def round_updates(
     spec: SpecLike, key: Array | None = None, *, scale: Any = 1.0
 ) -> optax.GradientTransformationExtraArgs:
-    """The updates at this place of a chain, multiplied by `scale` and rounded to `spec`: gradients in its first link.
+    """Multiplies updates by `scale` and rounds them to `spec`; the first link of a chain rounds gradients.
 
     Each leaf has a separate key, split from the key in the state, as in `optax.add_noise`.
 
     Args:
         spec: a `Spec`, a format, or text.
         key: a typed key, needed by the stochastic modes.
-        scale: the factor of updates before their rounding, a finite number above 0: 1 / s for gradients of s times the
-            loss. Default 1.
+        scale: the factor of updates before their rounding, a finite number above 0. It is 1 / s for gradients of s
+            times the loss. Default 1.
 
     Returns:
         An Optax transformation. Its state holds the key.
@@ -84,10 +84,11 @@ def _rounding_link(
 def round_params(
     spec: SpecLike, key: Array | None = None, *, dtype: Any = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Updates u' for which `optax.apply_updates` gives p + u rounded to `spec`: the last link of a chain.
+    """Makes `optax.apply_updates` give p + u rounded to `spec`: the last link of a chain.
 
-    The exact sum is rounded once (for a scaled format or a codebook: the sum in the dtype). With a stochastic spec,
-    parameters of 16 bits train without a master copy: an update below half a gap counts on average.
+    The exact sum of parameter p and update u is rounded once (for a scaled format or a codebook, the sum in the dtype).
+    With a stochastic spec, parameters of 16 bits train without a master copy, since an update below half a gap counts
+    on average.
 
     Parameters of 16 bits get exactly the rounded value, for every update. Parameters of 32 bits get it if they change
     by at most a factor of two, or if float32 holds the difference. If the change is over many binades, or through zero,
@@ -97,9 +98,9 @@ def round_params(
     Args:
         spec: a `Spec`, a format, or text; the parameters' dtype must hold every value of it.
         key: a typed key, needed by the stochastic modes.
-        dtype: dtype of the emitted updates. Default: float32, and float64 for float64 parameters. A wrapper that
-            requires updates in the gradients' dtype (`optax.apply_if_finite`, for 16-bit gradients) needs that dtype
-            here; then a step over many binades may miss the value as above.
+        dtype: the dtype of the emitted updates. Default: float32, and float64 for float64 parameters. A wrapper that
+            requires updates in the gradients' dtype (`optax.apply_if_finite`, for 16-bit gradients) needs their dtype
+            here. Then a step over many binades may miss the value as above.
 
     Returns:
         An Optax transformation; its ``update`` needs the parameters. Its state holds the key.
@@ -139,13 +140,13 @@ class ErrorFeedbackState(NamedTuple):
 
 
 def error_feedback(spec: SpecLike, key: Array | None = None) -> optax.GradientTransformationExtraArgs:
-    """Updates rounded to `spec`, after the previous rounding errors are added.
+    """Adds the previous rounding errors to the updates, then rounds them to `spec`.
 
     With the error e of the step before: c = u + e, q = round(c), and the new error is c - q. Over many steps the sum of
     all q differs from the sum of all u by one error only. Where the new error is not finite, the old one stays.
 
     Args:
-        spec: a `Spec`, a format, or text; also formats so coarse that single updates mean little (signs, 1 or 2 bits).
+        spec: a `Spec`, a format, or text; even formats so coarse that single updates mean little (signs, 1 or 2 bits).
         key: a typed key, needed by the stochastic modes.
 
     Returns:
@@ -202,9 +203,9 @@ class CompensationState(NamedTuple):
 def compensate(
     spec: SpecLike, key: Array | None = None, *, compensation: SpecLike | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Parameters rounded to `spec` with Kahan's compensation: the last link of a chain, in place of `round_params`.
+    """Rounds parameters to `spec` with Kahan's compensation: the last link of a chain, in place of `round_params`.
 
-    With the error c so far: y = u + c, t = round(p + y), and the new c is y - (t - p); the parameter becomes t. Small
+    With the error c so far: y = u + c, t = round(p + y), and the new c is y - (t - p). The parameter becomes t. Small
     updates add up in c until they move the parameter, without randomness. The cost is a second array like the
     parameters. Where the new c is not finite, the old one stays.
 
@@ -214,8 +215,8 @@ def compensate(
         compensation: the rounding of c. Default: the parameters' dtype.
 
     Returns:
-        An Optax transformation; its ``update`` needs the parameters. Its state has `lost`, the
-            rounding errors, and `key`.
+        An Optax transformation; its ``update`` needs the parameters. Its state has `lost`, the rounding errors, and
+        `key`.
 
     Raises:
         ValueError: for a stochastic spec without a key; and when traced, without parameters, or for parameters of a
@@ -281,11 +282,11 @@ def low_precision(
     gradient_scale: Any = 1.0,
     key: Array | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """`inner` with rounded gradients, parameters and moments, in the order of QPyTorch's OptimLP.
+    """Runs `inner` with rounded gradients, parameters and moments, in the order of QPyTorch's OptimLP.
 
-    A step takes g = Qg(gradient_scale * gradient). `inner` computes an update u from g and the accumulator a (the
-    parameter p if there is no accumulator). Then a = Qa(a + u), p = Qw(a), and every moment m = Qm(m), after its use.
-    Each sum is rounded once, from its exact value; `inner` computes in its own dtypes.
+    A step rounds the gradient, g = Qg(gradient_scale * gradient). `inner` computes an update u from g and the
+    accumulator a (the parameter p if there is no accumulator). Then a = Qa(a + u), p = Qw(a), and every moment m =
+    Qm(m), after its use. Each sum is rounded once, from its exact value; `inner` computes in its own dtypes.
 
     It is the last link of a chain: its updates lead `optax.apply_updates` to the rounded parameters, as in
     `round_params`.
@@ -295,19 +296,19 @@ def low_precision(
         weight: Qw, the rounding of parameters. Default None, here and below: not rounded.
         gradient: Qg, the rounding of gradients.
         momentum: Qm, for every array of the state of `inner` that mirrors a parameter.
-        accumulator: Qa. If it is given, a copy of the parameters in float32 at least is kept, updated instead of the
-            parameters, and rounded by Qa. `inner` begins from this copy.
-        gradient_scale: the factor of gradients before their rounding, a finite number above 0: 1 / s for a loss
+        accumulator: Qa. With it, a copy of the parameters, in float32 at least, is updated instead of the parameters,
+            and rounded by Qa. `inner` begins from this copy.
+        gradient_scale: the factor of gradients before their rounding, a finite number above 0. It is 1 / s for a loss
             multiplied by s. Default 1.
         key: a typed key, needed if a spec is stochastic.
 
     Returns:
-        An Optax transformation; its ``update`` needs the parameters. Its state has `inner_state`,
-            `accumulator` (or None) and `key`.
+        An Optax transformation; its ``update`` needs the parameters. Its state has `inner_state`, `accumulator` (or
+        None) and `key`.
 
     Raises:
-        TypeError, ValueError: for a value that is not a spec, or a stochastic spec without a key; for `momentum` if the
-            state of `inner` is packed; and when traced, for parameters of a dtype that cannot hold the results.
+        TypeError, ValueError: for a value that is not a spec, a stochastic spec without a key, or `momentum` if the
+            state of `inner` is packed. When traced, for parameters of a dtype that cannot hold the results.
 
     References:
         Zhang et al., QPyTorch: A Low-Precision Arithmetic Simulation Framework, arXiv 1910.04540; Wang et al., Training
@@ -454,7 +455,7 @@ def average_params(
 
 
 def averaged_params(state: Any, params: Any) -> Any:
-    """The average that `average_params` keeps; `params` if no parameters have entered it yet.
+    """Returns the average that `average_params` keeps; `params` if no parameters have entered it yet.
 
     Args:
         state: the state of a transformation that contains `average_params`.
@@ -464,7 +465,7 @@ def averaged_params(state: Any, params: Any) -> Any:
         A pytree like `params`, in float32 at least.
 
     Raises:
-        ValueError: if there is no such part, or several; for parameters of other shapes.
+        ValueError: if `state` has no `average_params`, or several. For parameters of other shapes.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -504,32 +505,31 @@ class SparseState(NamedTuple):
 def sparse_params(
     n: int, m: int, *, axis: int | Sequence[int] = -2, start: int = 0, every: int | None = None, decay: Any = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Updates after which n of every m numbers of each parameter are not zero: the last link of a chain.
+    """Makes updates after which n of every m numbers of each parameter are not zero: the last link of a chain.
 
-    Masks are those of `jchop.sparsity.mask`, of the parameters after the update. By default they are chosen once, and
-    stay. With `every`, the state keeps the dense parameters, which all updates enter: gradients are those at the masked
-    parameters, and reach the masked numbers, too (a straight-through estimator), so that these can come back when masks
-    are chosen again. Parameters with fewer than two axes, and those that are not floating-point, are never pruned; for
-    others use `optax.masked`.
+    `jchop.sparsity.mask` chooses the masks, from the parameters after the update. By default they are chosen once, and
+    stay. With `every`, the state keeps the dense parameters, to which all updates are added. Gradients are computed at
+    the masked parameters, and reach the masked numbers, too (a straight-through estimator). So these can come back when
+    masks are chosen again. Parameters with fewer than two axes, and those that are not floating-point, are never
+    pruned. To leave others out use `optax.masked`.
 
     Args:
-        n: how many stay, from 1 to m - 1.
-        m: of how many.
-        axis: an axis, or two of them for tiles of m x m (m up to 4), with which products with the parameter and with
-            its transpose are sparse. Default -2: the inputs of a kernel of shape (inputs, outputs), or of one of a
-            convolution whose last axes are these.
+        n: the count of numbers that stay, from 1 to m - 1.
+        m: the count of numbers in a group.
+        axis: an axis, or two of them for tiles of m x m (m up to 4). With tiles, products with the parameter and with
+            its transpose are sparse. Default -2: the inputs of a kernel of shape (inputs, outputs), or (..., inputs,
+            outputs) for a convolution.
         start: number of steps before the first masks. Default 0.
         every: number of steps from one choice of masks to the next. Default None: they are chosen once.
-        decay: with `every`, the share of the masked numbers that each step takes off the dense parameters, so that
-            masks settle: the rate of learning times the lambda of SR-STE (2e-4 in its paper). With 0 masked numbers
-            grow by gradients that do not know them, and masks go on changing. Default 0.02.
+        decay: with `every`, the share of the masked numbers that each step subtracts from the dense parameters, so that
+            masks settle. It is the learning rate times the lambda of SR-STE (2e-4 in its paper). With 0 masked numbers
+            grow by gradients that do not depend on them, and masks go on changing. Default 0.02.
 
     Returns:
-        An Optax transformation, whose ``update`` needs the parameters. Its state has `steps`, `masks`
-            and `dense`.
+        An Optax transformation, whose ``update`` needs the parameters. Its state has `steps`, `masks` and `dense`.
 
     Raises:
-        TypeError, ValueError: for arguments out of range; and when traced, without parameters.
+        TypeError, ValueError: for arguments out of range. When traced, without parameters.
 
     References:
         Zhou et al., Learning N:M Fine-grained Structured Sparse Neural Networks From Scratch, arXiv 2102.04010, 2021
@@ -599,7 +599,7 @@ def sparse_params(
 
 
 def apply_updates(params: Any, updates: Any, key: Array | None = None) -> Any:
-    """`optax.apply_updates` for parameters that include a `QArray`, which is quantized again under its spec.
+    """Applies updates as `optax.apply_updates`, also to a `QArray`, which is quantized again under its spec.
 
     A parameter that `jchop.quantize_fn(...).pack` stored in another shape is packed in that shape again. Each array of
     a stack (`vmap`, `scan`) is quantized by itself, if it has scales of its own.
@@ -649,10 +649,10 @@ class SkipState(NamedTuple):
 
 
 def skip_nonfinite(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`inner`, but steps with a NaN or an infinity are skipped: parameters and the state of `inner` do not change.
+    """Skips the steps of `inner` with a NaN or an infinity: parameters and the state of `inner` do not change.
 
-    It checks the gradients, and the updates and the new state of `inner` (the square of a gradient of 1e20 overflows,
-    though the gradient does not). `optax.apply_if_finite` checks only gradients, and stops skipping after some steps;
+    It checks the gradients, and the updates and the new state of `inner`. (The square of a gradient of 1e20 overflows,
+    though the gradient does not.) `optax.apply_if_finite` checks only gradients, and stops skipping after some steps;
     this transformation always skips. Ranks that exchange numbers in `inner` skip a step together.
 
     Args:
@@ -706,13 +706,13 @@ def dynamic_loss_scale(
     smallest: float = 1.0,
     largest: float = 2.0**24,
 ) -> optax.GradientTransformationExtraArgs:
-    """`inner` for gradients of a scaled loss, divided by a scale that shrinks on overflow and grows otherwise.
+    """Divides gradients of a scaled loss before `inner`, by a scale that shrinks on overflow and grows otherwise.
 
-    16-bit gradients are divided in float32, and `inner` gets them in float32. So the state of `inner` begins as
-    for float32 parameters: its moments take 4 bytes for each number, or fewer with ``mu_dtype`` or `quantize_state`.
+    16-bit gradients are divided in float32, and `inner` gets them in float32. So the state of `inner` begins as for
+    float32 parameters: its moments need 4 bytes for each number, or fewer with ``mu_dtype`` or `quantize_state`.
 
     Multiply the loss by ``loss_scale(state)`` before differentiating. If a gradient, an update or the new state is NaN
-    or infinite, the step is skipped, as in `skip_nonfinite`, and the scale is divided by `factor`. After
+    or infinite, the step is skipped, as in `skip_nonfinite`. The scale is then divided by `factor`. After
     `growth_interval` sound steps in a row the scale is multiplied by `factor`. If the scale in the state is zero,
     negative, NaN or infinite, the step is skipped, too, and the scale becomes `initial`.
 
@@ -727,8 +727,8 @@ def dynamic_loss_scale(
         largest: the largest scale. Default 2^24.
 
     Returns:
-        An Optax transformation. Its state has `inner_state`, `scale`, `steady` (sound steps in a row) and
-            `skipped` (a count).
+        An Optax transformation. Its state has `inner_state`, `scale`, `steady` (sound steps in a row) and `skipped` (a
+        count).
 
     Raises:
         TypeError, ValueError: for numbers out of range.
@@ -780,13 +780,13 @@ def dynamic_loss_scale(
 
 
 def loss_scale(state: Any) -> Array:
-    """The present scale of `dynamic_loss_scale`, float32.
+    """Returns the present scale of `dynamic_loss_scale`, float32.
 
     Args:
         state: the state of `dynamic_loss_scale`, or of a transformation that contains it.
 
     Raises:
-        ValueError: if there is no such part, or several.
+        ValueError: if `state` has no `dynamic_loss_scale`, or several.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc, optax

@@ -117,7 +117,7 @@ def adamw8bit() -> None:
     """AdamW with both moments in 8 bits: dynamic maps, signed and unsigned, in groups of 256.
 
     The unsigned map, `jchop.formats.udynamic8nz`, has no zero, because updates are divided by the root of the second
-    moment. 2.04 bytes of state for each parameter; `optax.adamw` takes 8.
+    moment. The state has 2.04 bytes for each parameter; `optax.adamw` has 8.
 
     References:
         Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861.
@@ -134,8 +134,8 @@ def adamw8bit() -> None:
 def adamw4bit() -> None:
     """AdamW with both moments in 4 bits, in groups of 64: a signed dynamic map, and 1/16 to 1, which has no zero.
 
-    Groups of 64 with scales in bfloat16 take no more than groups of 128 with scales in binary32:
-    1.06 bytes of state for each parameter.
+    Groups of 64 with scales in bfloat16 need no more bytes than groups of 128 with scales in binary32. The state has
+    1.06 bytes for each parameter.
 
     References:
         Li et al., Memory Efficient Optimizers with 4-bit States, arXiv 2309.01507.
@@ -153,8 +153,8 @@ def adamw_fp8() -> None:
     """AdamW with both moments in floats of 8 bits, in groups of 256 under a binary32 scale.
 
     The first moment is in float8_e4m3fn. The second has four exponent and four fraction bits, no sign and no zero,
-    because updates are divided by its root: a moment below 1.6e-5 of the largest of its group is stored as that.
-    2.03 bytes of state for each parameter.
+    because updates are divided by its root. A moment below 1.6e-5 of the largest of its group is stored as this share.
+    The state has 2.03 bytes for each parameter.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc

@@ -339,11 +339,11 @@ class StateReport(RowReport):
 
 
 def state_report(state: Any) -> StateReport:
-    """The arrays of an optimizer's state, with the specs of packed arrays, and their bytes.
+    """Lists the arrays of an optimizer's state, with the specs of packed arrays, and their bytes.
 
     Args:
-        state: the state of any transformation, or of several in one pytree; also of `jax.ShapeDtypeStruct`, as from
-            `jax.eval_shape`.
+        state: the state of any transformation, or of several in one pytree. Its arrays may be `jax.ShapeDtypeStruct`,
+            as from `jax.eval_shape`.
 
     Returns:
         A `StateReport`.

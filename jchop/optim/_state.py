@@ -198,38 +198,38 @@ def quantize_state(
     nonfinite: str = "skip",
     chunks: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """`inner` with its floating-point state held packed, each array as a `QArray`, between steps.
+    """Holds the floating-point state of `inner` packed between steps, each array as a `QArray`.
 
     A step unpacks the state, runs `inner` on plain arrays, and packs the new state. ``init`` selects the packed arrays
     by size and by path; `state_report` lists them. If the last axis of an array is too short for the groups of a
-    format, its last axes are joined. No step changes the dtypes of the state, whatever those of the gradients.
+    format, its last axes are joined. No step changes the dtypes of the state, for any dtypes of the gradients.
 
     If a format has no zero, zeros are stored as numbers of at most 2^-100.
 
     Args:
         inner: any Optax transformation.
-        spec: a `Spec`, format or text for every array; or a mapping of patterns ([](patterns.md)) to specs, or to None
+        spec: a `Spec`, format or text for every array. Or a mapping of patterns ([](patterns.md)) to specs, or to None
             for arrays that stay unpacked. A path is a text like ``0.mu.layer.kernel``: indexes and names from the state
             of `inner` down. The first pattern that matches decides; arrays without a match stay unpacked. A pattern
             that is the first match of no array is an error.
         key: a typed key, needed by stochastic specs. The state keeps it, and each step splits it into a key for each
             array.
         min_size: arrays of fewer elements stay unpacked. Default (None): 4096.
-        nonfinite: the choice if a gradient, an update or the new state is NaN or infinite; few packed formats have such
-            values. ``"skip"`` (default): the step is skipped, parameters and state do not change, and ``state.skipped``
-            counts it. ``"propagate"``: groups that hold such a number become NaN as a whole; an error for formats
+        nonfinite: the choice if a gradient, an update or the new state is NaN or infinite; few packed formats have
+            these values. ``"skip"`` (default) skips the step: parameters and state do not change, and ``state.skipped``
+            counts it. ``"propagate"`` makes groups with a NaN or an infinity NaN as a whole; an error for formats
             without NaN.
         chunks: the number of chunks of a step. Each chunk is a part, along the first axis, of every array that can be
-            cut without cutting groups; the results stay the same. Unpacked moments then take less memory, and on a CPU
-            less time. Only for an `inner` that treats each number by itself (no clipping by a norm, no factored
-            moments), and for arrays that are not split between devices along their first axis. Default (None): 1.
+            cut without cutting groups. The results stay the same. Unpacked moments then need less memory, and on a CPU
+            less time. `inner` must treat each number by itself (no clipping by a norm, no factored moments). The arrays
+            must not be split between devices along their first axis. Default (None): 1.
 
     Returns:
         An Optax transformation. Its state has `inner_state`, the state of `inner` with a `jchop.QArray` for each packed
-            array, and `skipped`, the count of skipped steps.
+        array, and `skipped`, the count of skipped steps.
 
     Raises:
-        TypeError, ValueError: for an argument that is not allowed; at ``init``, for a rule that matches no array; when
+        TypeError, ValueError: for an argument that is not allowed. At ``init``, for a rule that matches no array. When
             traced, for a state of other specs.
 
     References:
@@ -407,7 +407,7 @@ def _with_nan_groups(spec: Spec) -> Spec:
 
 
 def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
-    """Shardings for the state of `tx`, taken from the parameters.
+    """Derives shardings for the state of `tx` from the parameters.
 
     An array of the state is sharded like a parameter if it has the parameter's shape and its path ends with the
     parameter's path. Codes and scales are sharded in the same way, along each axis that is divisible. Other arrays are
@@ -470,7 +470,7 @@ def _part_sharding(sharding: NamedSharding, part: Any) -> NamedSharding:
 def offload_state(
     inner: optax.GradientTransformation, memory_kind: str = "pinned_host", *, min_size: int | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """`inner` with its larger state arrays in another memory between steps; each step moves them to the device.
+    """Keeps the larger state arrays of `inner` in another memory between steps; each step moves them to the device.
 
     Put it around `quantize_state`, so that only packed bytes are moved.
 
@@ -480,7 +480,7 @@ def offload_state(
         min_size: arrays of fewer elements stay on the device. Default (None): 4096.
 
     Returns:
-        An Optax transformation; its state has the structure of the state of `inner`. A backend without that memory
+        An Optax transformation; its state has the structure of the state of `inner`. A backend without the memory
         refuses the transfer, at compilation or at run time.
 
     Raises:

@@ -122,10 +122,10 @@ _DOT_COLOURS = (
 def dot_plot(
     values: Mapping[str, Sequence[float]], rows: Sequence[str], *, xlabel: str, title: str, note: str = ""
 ) -> Figure:
-    """A dot plot: one row for each name, with a dot for each series.
+    """Draws a dot plot: one row for each name, with a dot for each series.
 
-    The axis is linear to 1 and logarithmic beyond, so that small and large values are seen together. A value below 0
-    stands at 0. A value that is no number has a cross at the right end.
+    The axis is linear to 1 and logarithmic beyond, so that small and large values are seen together. A value below 0 is
+    drawn at 0. NaN or an infinity is a cross at the right end.
 
     Args:
         values: the numbers of each series by its name, one for each row.
@@ -178,10 +178,10 @@ def pareto(
     higher_is_better: bool = False,
     log: bool = False,
 ) -> Figure:
-    """Formats as points, bits against a figure of merit, with the Pareto front: the best for their bits or fewer.
+    """Draws formats as points, bits against a figure of merit, with the Pareto front: the best for their bits or fewer.
 
-    Names stand in a column on the right, joined to their points by lines. Points without a place on the axis are
-    crosses at its edge: exact ones at the good end, others (infinite, NaN) at the bad end. The front joins no cross.
+    Names are in a column on the right, joined to their points by lines. Points without a place on the axis are crosses
+    at its edge: exact ones at the good end, others (infinite, NaN) at the bad end. The front joins no cross.
 
     Args:
         names: a name for each point.

@@ -25,23 +25,23 @@ _MAX_POINTS, _MAX_HISTOGRAM_BITS = 1 << 16, 8
 
 
 def value_grid(formats: ElementFormat | str | Sequence[ElementFormat | str], *, title: str | None = None) -> Figure:
-    """The values of a format on a logarithmic axis, and their distances; or the positive values of several formats.
+    """Draws the values of a format on a logarithmic axis with their distances, or the positive values of several.
 
-    The upper panel of one format has a line for each value; subnormal values have another colour, and the ends of the
+    The upper panel of one format has a line for each value. Subnormal values have another colour, and the ends of the
     ranges are marked. The lower panel shows, between neighbours a < b, the largest relative error of rounding to
-    nearest. It is at the point where the result changes from a to b: (b - a) / (b + a) at the midpoint, and more for
-    posits and takums, whose point is not the midpoint far from 1.
+    nearest. It is at the point where the result changes from a to b. At the midpoint it is (b - a) / (b + a). For
+    posits and takums it is more, because far from 1 the point is not the midpoint.
 
     A list of formats has a row of lines for each, on one axis.
 
     Args:
-        formats: a format of at most 16 bits, or its text; or a list of them.
+        formats: a format of at most 16 bits or its text, or a list of them.
         title: the title above. Default None: the facts of one format, or "Values of formats".
 
     Raises:
         TypeError: for a scaled format, whose values depend on the data.
-        ValueError: without formats, for a wider format, a format whose values binary64 cannot hold, or one without a
-            positive value; a single one may have negative values alone.
+        ValueError: without formats, for a wider format, or for a format whose values binary64 cannot hold. For a single
+            format without a value but zero, or a format of a list without a positive value.
 
     Example:
         >>> from jchop import plot
@@ -199,17 +199,17 @@ def rounding_error(
     points: int = 4000,
     title: str = "Rounding error",
 ) -> Figure:
-    """The error of rounding x, for numbers x from `start` to `stop`, a curve for each spec.
+    """Draws the error of rounding x, for numbers x from `start` to `stop`, a curve for each spec.
 
-    The numbers are binary64, spaced logarithmically if both ends are positive, else linearly. Each curve is of
-    `jchop.round_to_format`; it has a gap at an x whose result is not finite.
+    The numbers are binary64, spaced logarithmically if both ends are positive, else linearly. `jchop.round_to_format`
+    gives the curves. A curve has a gap at an x whose result is not finite.
 
     Args:
         specs: deterministic specs of plain formats, formats, or texts, or one of them.
         start: the least x.
         stop: the largest x, above `start`; both finite.
-        relative: whether to show (rounded - x) / abs(x), default, or rounded - x; a zero x has no relative error.
-        points: how many x there are, 2 to 65,536. Default 4,000.
+        relative: whether to show (rounded - x) / abs(x), the default, or rounded - x. A zero x has no relative error.
+        points: the number of x, 2 to 65,536. Default 4,000.
         title: the title above. Default ``"Rounding error"``.
 
     Raises:
@@ -252,15 +252,15 @@ def _error_curve(x: np.ndarray, spec: Spec, relative: bool) -> np.ndarray:
 
 
 def code_histogram(x: Any, fmt: ElementFormat | str, *, title: str | None = None) -> Figure:
-    """How many numbers of an array become each value of a format, rounded to nearest: which codes are in use.
+    """Draws how many numbers of an array become each value of a format, rounded to nearest: which codes are in use.
 
     There is a bar for each finite value, in their order; both zeros count as one. The bars of the largest and the
     lowest value have another colour: they count the numbers beyond, too.
 
     Args:
-        x: numbers of any shape; those that are infinite or NaN do not count.
+        x: numbers of any shape. Infinities and NaN do not count.
         fmt: a format of at most 8 bits, or its text.
-        title: the title above. Default: the format, how many numbers, and the share of values in use.
+        title: the title above. Default: the format, the count of numbers, and the share of values in use.
 
     Raises:
         TypeError: for a scaled format: divide the numbers by their scales, and pass the element.

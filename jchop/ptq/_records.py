@@ -31,24 +31,24 @@ Array = jax.Array
 
 @dataclass(frozen=True)
 class WeightRow:
-    """What happened to a weight.
+    """The rounding of a weight: its method and its errors.
 
     Args:
         path: its path, joined by slashes, and the indexes of a layer of a stack in brackets.
-        shape: its shape, that of one layer for a stack.
-        spec: what it is rounded to; empty if it is not rounded.
+        shape: its shape; for a stack the shape of one layer.
+        spec: the spec of its rounding; empty if it is not rounded.
         bits: bits of codes and scales for each element; NaN if it is not rounded.
-        method: the steps that were taken; ``"nearest"`` if there was none; empty if it is not rounded.
-        before: signal-to-noise ratio of its product on the data in dB, each element of the weight as it was given
-            rounded to nearest by itself; NaN if its product was not looked at.
-        after: that of the rounded weight, and of its corrected bias.
+        method: the steps of its rounding; ``"nearest"`` without any; empty if it is not rounded.
+        before: signal-to-noise ratio of its product on the data in dB, if each element of the given weight is rounded
+            to nearest by itself. NaN if its product was not measured.
+        after: the same of the rounded weight, and of its corrected bias.
         damping: the damping of the factorization, the largest of several matrices; 0 if there was none.
-        tries: how many factorizations there were, the most of several matrices.
-        dead: how many columns had no input but zero.
-        rows: how many rows (tokens) of input there were.
-        sparsity: the share of its numbers that are zero after the rounding; NaN if its product was not looked at.
-        bias: the path of the bias that took its mean error; empty if none did.
-        note: why a step was not taken, and other things worth knowing; empty if there is nothing.
+        tries: the number of factorizations, the most of several matrices.
+        dead: the number of columns whose inputs were all zero.
+        rows: the number of rows (tokens) of input.
+        sparsity: the share of its numbers that are zero after the rounding; NaN if its product was not measured.
+        bias: the path of the bias that corrects its mean error; empty if none does.
+        note: why a step was left out, and other remarks; else empty.
     """
 
     path: str
@@ -77,12 +77,12 @@ class WeightRow:
 
 @dataclass(frozen=True)
 class PtqReport(PictureReport):
-    """The rows of a calibration; ``str`` of it is a table.
+    """The rows of a calibration; its ``str`` is a table.
 
     Args:
-        weights: a `WeightRow` for each weight that reaches a product, and each rounded parameter, in the order in which
-            they were rounded; those that were not looked at come last.
-        passes: how often the data were run.
+        weights: a `WeightRow` for each weight that reaches a product, and each rounded parameter, in the order of
+            rounding. Rows without a measured product come last.
+        passes: the number of runs of the data.
     """
 
     weights: tuple[WeightRow, ...]

@@ -30,21 +30,22 @@ _TILES_PER_STEP = 1 << 14
 
 
 def mask(x: Any, n: int, m: int, *, axis: int | Sequence[int] = -1) -> Any:
-    """Which numbers stay if n of every m are to stay: those of largest magnitude.
+    """Chooses n of every m numbers, the largest in magnitude, as a boolean mask.
 
-    Along one axis, m consecutive numbers are a group; of equal magnitudes the first stay, and NaN counts as the
-    largest. If the last group is shorter, it keeps as many as n, too. Along two axes, the numbers of each tile of m x m
-    stay of which each of its rows and columns has n, so that the matrix and its transpose are n:m sparse: of all such
-    masks (90 for 2 of 4) the one whose numbers have the largest sum of squares, exactly but for the rounding of these
-    sums in the dtype, at least float32.
+    Along one axis, m consecutive numbers are a group. Of equal magnitudes the first stay, and NaN counts as the
+    largest. If the last group is shorter, it keeps as many as n, too.
 
-    Other scores than magnitudes are other numbers: those of Wanda, for a weight of shape (inputs, outputs), are
+    Along two axes, each row and each column of a tile of m x m keeps n numbers. So the matrix and its transpose are n:m
+    sparse. Of all these masks (90 for 2 of 4) the result is the one whose numbers have the largest sum of squares. It
+    is exact but for the rounding of these sums in the dtype, at least float32.
+
+    For another score pass other numbers. For Wanda and a weight of shape (inputs, outputs) they are
     ``w * norms[:, None]`` with the root mean square of each input.
 
     Args:
-        x: an array of real numbers, or what becomes one.
-        n: how many stay, from 1 to m - 1.
-        m: of how many; up to 4 for tiles.
+        x: an array of real numbers, or a list or scalar that becomes one.
+        n: the count of numbers that stay, from 1 to m - 1.
+        m: the count of numbers in a group; up to 4 for tiles.
         axis: an axis, or two of them for tiles. Default -1.
 
     Returns:
@@ -132,17 +133,17 @@ def _mask_tiles(x: Array, n: int, m: int) -> Array:
 
 
 def pack(q: QArray, n: int, m: int, *, axis: int = -2) -> QArray:
-    """A packed array of which at most n of every m numbers along an axis are not zero, stored without the others.
+    """Stores a packed array without its zeros, if at most n of every m numbers along an axis are not zero.
 
-    The result has the numbers of `q`, and is what `jchop.quantize` gives for the format with ``sparse=n:m``: with 2 of
-    4, int4 has 3 bits for each number of the array, and its scales. A rule with such a format needs no `pack`.
+    The result has the numbers of `q`, as `jchop.quantize` stores them in the format with ``sparse=n:m``. With 2 of 4,
+    int4 has 3 bits for each number of the array, and its scales. A rule with a sparse format needs no `pack`.
 
     Args:
-        q: of a scaled format: what `jchop.quantize` gives, or `QuantizedFunction.pack` with `jchop.ptq.sparse`; not
-            within jit.
-        n: how many stay, from 1 to m - 1.
-        m: of how many, up to 64.
-        axis: the axis along which they are counted; the last group may be shorter. Default -2: the inputs of a weight
+        q: an array of a scaled format, from `jchop.quantize` or from `QuantizedFunction.pack` with `jchop.ptq.sparse`;
+            not within jit.
+        n: the count of numbers that stay, from 1 to m - 1.
+        m: the count of numbers in a group, up to 64.
+        axis: the axis of the groups; the last group may be shorter. Default -2: the inputs of a weight
             of shape (inputs, outputs).
 
     Returns:
@@ -150,7 +151,7 @@ def pack(q: QArray, n: int, m: int, *, axis: int = -2) -> QArray:
 
     Raises:
         TypeError: if `q` is no concrete `QArray`.
-        ValueError: if a group has more numbers that are not zero; for a plain format, or one that drops numbers.
+        ValueError: if a group has more numbers that are not zero. For a plain format, or one that is sparse already.
 
     Example:
         >>> import jax, jchop as jc

@@ -37,9 +37,9 @@ _BUDGET_NOTE = "not run: the budget was spent"
 
 @dataclass(frozen=True)
 class FunctionRow:
-    """A function in one format and rounding mode; its results are compared with those in the carrier.
+    """A function in one format and rounding mode, compared with its results in the carrier.
 
-    Errors are of the numbers that are finite in the carrier, all results together, and means over the runs.
+    Errors count the numbers that are finite in the carrier, all results together, and are means over the runs.
 
     Args:
         format: the given text of the format; several texts of one format, with = between them.
@@ -47,13 +47,13 @@ class FunctionRow:
         spec: the spec of every operation.
         bits: width of the format.
         runs: 1, and for a stochastic mode one for each key.
-        error: the relative error in the 2-norm, ``||y - r|| / ||r||``; infinite if a y is not finite, or r is zero
-            and y is not; NaN if no result is a float, or the run failed.
+        error: the relative error in the 2-norm, ``||y - r|| / ||r||``. Infinite if a y is not finite, or r is zero and
+            y is not. NaN if no result is a float, or the run failed.
         error_std: its standard deviation over the runs (population); 0 for one run, NaN if an error is infinite.
         worst_absolute: the largest magnitude of y - r in any run; NaN as for `error`.
         lost: the share of numbers that became infinite or NaN; NaN as for `error`.
-        changed: the share of integers and booleans among the results that are others; NaN if there are none.
-        note: why there is no result: the error, or the budget; empty if there is one.
+        changed: the share of the integers and booleans among the results that differ; NaN if there are none.
+        note: the reason of a missing result: the error, or the budget; empty if there is one.
     """
 
     format: str
@@ -105,7 +105,7 @@ class FunctionStudy(SavedStudy):
         return [first, [head, *(row._cells() for row in self.rows)], self.reading()]
 
     def reading(self) -> str:
-        """One line: the narrowest format that keeps each of three errors, by nearest_even or the first mode."""
+        """Says in one line the narrowest format that keeps each of three errors, by nearest_even or the first mode."""
         goal, unit = ("", " % changed") if self._counts_changes() else ("an error of ", " %")
         mode = next((row.rounding for row in self.rows if row.rounding == "nearest_even"), self.rows[0].rounding)
         findings = []
@@ -124,7 +124,7 @@ class FunctionStudy(SavedStudy):
         return "share changed" if self._counts_changes() else "relative error in the 2-norm"
 
     def plot(self) -> Figure:
-        """`jchop.plot.pareto` of bits and errors; rows without a result are left out. Needs matplotlib.
+        """Draws bits and errors with `jchop.plot.pareto`; rows without a result are left out. Needs matplotlib.
 
         Raises:
             ValueError: if no row has a result.
@@ -162,28 +162,28 @@ def run_function(
     budget_seconds: float | None = None,
     progress: StudyProgress | None = None,
 ) -> FunctionStudy:
-    """A function with every operation rounded by `jchop.emulate` to each format in each mode, and its errors.
+    """Measures the errors of a function with every operation rounded, in each format and mode.
 
     Args:
-        fun: a function that JAX can trace.
+        fun: a function that JAX can trace; `jchop.emulate` rounds its operations.
         *args: its arguments.
         formats: formats, Specs or texts, or one of them, without scales. Overflow rule, flush and random bits of a Spec
             are kept; `modes` define the rounding. Default: ten formats of 4 to 19 bits.
         modes: rounding modes or their texts, or one of them. Default: ``nearest_even`` and ``stochastic``.
         seeds: number of keys over which a stochastic mode is averaged. Default 3.
         seed: seed of the keys. Default 0.
-        budget_seconds: no format is begun after this time; rows that are missing have a note. Default None: no limit.
+        budget_seconds: the time after which no format is begun; missing rows have a note. Default None: no limit.
         progress: function of (stage, done, total, note), called during the study.
 
     Returns:
-        A `FunctionStudy`. Results that are integers or booleans have no error; ``changed`` tells how many are others. A
-        function that cannot run in a format, because the dtype of its arguments does not hold the
-        format or for another reason, has a row with the error as its note.
+        A `FunctionStudy`. Results that are integers or booleans have no error; ``changed`` has the share that differs.
+        A function may fail in a format, for example because the dtype of its arguments does not hold the format. Its
+        row then has the error as its note.
 
     Raises:
         TypeError: if `fun` is not a function.
-        ValueError: for an argument out of range, a spec with a rounding, a scaled format, or a function that returns
-            nothing, or no finite number, or runs in none of the formats.
+        ValueError: for an argument out of range, a spec with a rounding, or a scaled format. For a function that
+            returns nothing, or no finite number, or runs in none of the formats.
 
     Example:
         >>> import jax.numpy as jnp

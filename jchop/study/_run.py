@@ -82,18 +82,18 @@ def run(
     """Trains a classifier, then evaluates it rounded to each format in each rounding mode.
 
     The network is trained once, in binary32. Its parameters are rounded as one vector, and the test set is evaluated in
-    binary32 arithmetic: the study is about storage in a format, not about arithmetic. In that vector the weights of one
-    output are consecutive, so the groups of a scaled format lie along the inputs of a layer. With `activations` the
+    binary32 arithmetic. So the study is about storage in a format, not about arithmetic. In the vector the weights of
+    one output are consecutive, so the groups of a scaled format are along the inputs of a layer. With `activations` the
     inputs and each layer's outputs are rounded too. All formats and modes use the same rounding keys, so their draws
     are comparable.
 
     Args:
         dataset: ``"digits"`` (a convolutional network), ``"breast-cancer"`` or ``"wine"`` (a multilayer perceptron).
         formats: formats, Specs or texts, or one of them. Overflow rule, flush and random bits of a Spec are kept;
-            `modes` define the rounding. A scaled format has groups of one length, or one scale for all. Results come in
+            `modes` define the rounding. A scaled format has groups of one length, or one scale for all. Results are in
             the order of bits; names of one format share a row.
         modes: rounding modes or their texts, or one of them.
-        seeds: number of rounding seeds over which a stochastic mode is averaged; a deterministic mode is evaluated
+        seeds: the number of rounding seeds over which a stochastic mode is averaged. A deterministic mode is evaluated
             once.
         epochs: passes over the training data; default by data set, see `jchop.study.DATASETS`.
         activations: whether to round the activations, too.
@@ -102,8 +102,8 @@ def run(
 
     Raises:
         ModuleNotFoundError: if Flax, Optax or scikit-learn is missing.
-        TypeError, ValueError: for an argument out of range, a format that binary32 cannot hold, a spec with a rounding,
-            or a scaled format with channels or several axes.
+        TypeError, ValueError: for an argument out of range, or a spec with a rounding. For a format that binary32
+            cannot hold, or a scaled format with channels or several axes.
 
     Example:
         >>> from jchop import study
@@ -223,13 +223,13 @@ _FIGURE_FIELDS = ("accuracy", "accuracy_std", "cross_entropy", "cross_entropy_st
 
 @dataclass(frozen=True)
 class StudyRow:
-    """One cell of the study: one format in one rounding mode.
+    """One format in one rounding mode: a cell of the study.
 
     Args:
         format: the given text of the format, the first one if there are several names.
         rounding: the mode's text.
         spec: the whole specification used, in the text grammar.
-        bits: width of the format's codes; for a scaled format including a number's share of the scales.
+        bits: width of the format's codes; for a scaled format with a number's share of the scales.
         runs: number of averaged evaluations: 1 for a deterministic mode, otherwise one for each rounding seed.
         accuracy: mean share of correctly classified test samples, 0 to 1; a sample with a NaN output counts as wrong.
         accuracy_std: standard deviation of the accuracy over the runs (population), 0 for one run.
@@ -264,7 +264,7 @@ class SavedStudy(RowReport):
         raise NotImplementedError
 
     def to_html(self) -> str:
-        """A page of its own: the plot, the table, settings and versions. It loads nothing. Needs matplotlib."""
+        """Returns a page with the plot, the table, settings and versions, which loads nothing. Needs matplotlib."""
         parts = []
         if self._has_picture:
             picture = _png_bytes(self.plot(), metadata={"Software": None})
@@ -275,8 +275,8 @@ class SavedStudy(RowReport):
     def save(self, folder: str | os.PathLike[str]) -> list[Path]:
         """Writes ``study.csv``, ``study.json``, ``study.png`` and ``study.html``, each atomically.
 
-        The page has all in it, so it can be sent by mail. Without any result there is no picture. In JSON a NaN is
-        null; in CSV it is nan.
+        The page needs no other file, so it can be sent by mail. Without any result there is no picture. In JSON a NaN
+        is null; in CSV it is nan.
 
         Args:
             folder: the output folder; it is created if it does not exist.
@@ -312,10 +312,10 @@ def _png_bytes(drawn: Figure, **options: Any) -> bytes:
 class StudyResult(SavedStudy):
     """A whole study: its rows, formats outermost, with settings and data of the run.
 
-    As text: the accuracy in per cent, the mean cross-entropy in nats, the size of the test set, and a conclusion. Both
-    tables have a row for each format, in the order of bits, and a column for each mode; ``±`` is the standard deviation
-    over the rounding seeds of a stochastic mode. Names of one format share a row, with ``=`` between them; formats of
-    equal bits with the same figures in every mode share a row, with a comma.
+    Its text has the accuracy in per cent, the mean cross-entropy in nats, the size of the test set, and a conclusion.
+    Both tables have a row for each format, in the order of bits, and a column for each mode. ``±`` is the standard
+    deviation over the rounding seeds of a stochastic mode. Names of one format share a row, with ``=`` between them.
+    Formats of equal bits with the same figures in every mode share a row, with a comma.
 
     Args:
         rows: a `StudyRow` for each format and mode, formats of few bits first.
@@ -333,7 +333,7 @@ class StudyResult(SavedStudy):
         >>> from jchop import study
         >>> result = study.run("wine", formats=["half"], modes=["down"], epochs=5)
         >>> result.cell("half", "down").bits, result.formats, result.modes
-        (16.0, ('half',), ('down',))
+        (16, ('half',), ('down',))
     """
 
     rows: tuple[StudyRow, ...]
@@ -374,14 +374,14 @@ class StudyResult(SavedStudy):
         yield from ("", f"{_sample_note(self)}.", accuracy_summary(self))
 
     def cell(self, fmt: str, rounding: str) -> StudyRow:
-        """The row of one format and mode; KeyError if there is none."""
+        """Returns the row of one format and mode; KeyError if there is none."""
         for row in self.rows:
             if row.rounding == rounding and fmt in (row.format, *row.also):
                 return row
         raise KeyError((fmt, rounding))
 
     def plot(self) -> Figure:
-        """The accuracy that each format loses, in points: a row for each format, a dot for each mode.
+        """Draws the accuracy that each format loses, in points: a row for each format, a dot for each mode.
 
         Raises:
             ModuleNotFoundError: if matplotlib is missing.

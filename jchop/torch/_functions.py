@@ -34,37 +34,37 @@ def round_to_format(
     generator: torch.Generator | None = None,
     copy: bool = False,
 ) -> Tensor:
-    """A tensor rounded once, exactly, to the values of a number format: `jchop.round_to_format` for torch.
+    """Rounds a tensor once, exactly, to the values of a number format: `jchop.round_to_format` for torch.
 
-    JAX reads the tensor in place, and torch reads the result in JAX's memory; on the CPU, results of at most 64 KiB are
-    copied, which is faster. The result has the same bits as the result of `jchop.round_to_format` for the same numbers,
-    with ``jax.random.key(seed)`` for a stochastic spec.
+    JAX reads the tensor in place, and torch reads the result in JAX's memory. On the CPU, results of at most 64 KiB are
+    copied, which is faster. The result has the same bits as `jchop.round_to_format` for the same numbers, with
+    ``jax.random.key(seed)`` for a stochastic spec.
 
     Works under `torch.compile` with ``fullgraph=True`` (as one operator), `torch.func.vmap` and `torch.func.grad`.
     Gradients are straight-through unless the spec has a ``gradient`` (``"clipped"``, or a format for the cotangent).
     Autocast does not change the dtype. Inside `vmap` each row is rounded separately.
 
     Args:
-        tensor: float16, bfloat16, float32, float64, complex64 or complex128 (by parts), any shape, on the CPU or a CUDA
+        tensor: float16, bfloat16, float32, float64, complex64 or complex128 (by parts). Any shape, on the CPU or a CUDA
             device.
-        spec: a `jchop.Spec`, a format (rounded to nearest, ties to even), or text such as ``"e5m2:stochastic"``.
-        inplace: whether the result is written into the tensor, a view too. Default False. Autograd must allow writing
-            to it: a leaf that requires a gradient is written to under `torch.no_grad`.
-        seed: an integer from 0 to 2^64 - 1, for the stochastic modes; they need it, or `generator`.
+        spec: a `jchop.Spec`, a format (rounded to nearest, ties to even), or a text as ``"e5m2:stochastic"``.
+        inplace: whether the result is written into the tensor, a view too. Default False. Autograd must allow the
+            write: use `torch.no_grad` for a leaf that requires a gradient.
+        seed: an integer from 0 to 2^64 - 1. The stochastic modes need it, or `generator`.
         gradient_seed: the seed for a cotangent that is rounded stochastically.
         generator: a generator from which the words of a key are drawn, in place of both seeds.
-        copy: whether the tensor may be copied if JAX cannot read it in place: if it has gaps or overlaps in memory
-            (every second column, an expanded axis) or starts at an address that is not a multiple of 64 bytes. Default
-            False: such a tensor is an error. Transposed and channels-last tensors need no copy.
+        copy: whether the tensor may be copied if JAX cannot read it in place. It cannot read gaps or overlaps in memory
+            (every second column, an expanded axis), nor an address that is not a multiple of 64 bytes. Default False:
+            an error then. Transposed and channels-last tensors need no copy.
 
     Returns:
-        A new tensor of the same shape and dtype, with the same strides if the memory of `tensor` has no gaps; `tensor`
-        itself if `inplace`.
+        A new tensor of the same shape and dtype, with the same strides if the memory of `tensor` has no gaps. With
+        `inplace`, `tensor` itself.
 
     Raises:
         TypeError: if `tensor` is not a tensor, or has another dtype.
-        ValueError: for an unknown text, a stochastic spec without a seed, a dtype that cannot hold every result of the
-            spec, or a tensor that would have to be copied.
+        ValueError: for an unknown text, a stochastic spec without a seed, or a tensor that would have to be copied. For
+            a dtype that cannot hold every result of the spec.
 
     Example:
         >>> import torch, jchop as jc
@@ -194,18 +194,18 @@ _FORWARD_DRAW, _BACKWARD_DRAW = 0, 1
 class Quantizer(nn.Module):
     """Rounds a tensor in the forward pass, and its gradient in the backward pass, like QPyTorch's module.
 
-    The gradient passes straight through the forward rounding (or is clipped, if ``forward`` has ``gradient=clipped``)
-    and is then rounded to ``backward``. Integers and booleans are unchanged. A tensor that JAX cannot read in place is
+    The gradient passes straight through the forward rounding, or is clipped if ``forward`` has ``gradient=clipped``. It
+    is then rounded to ``backward``. Integers and booleans are unchanged. A tensor that JAX cannot read in place is
     copied.
 
     A stochastic module counts its calls in a buffer, ``calls``. Call n draws the same bits as `jchop.round_to_format`
-    with ``fold_in(fold_in(key(seed), n), 0)``, with the functions of `jax.random`, and its gradient draws the bits with
-    ``..., 1)``.
+    with ``fold_in(fold_in(key(seed), n), 0)``, in functions of `jax.random`. Its gradient draws with
+    ``fold_in(fold_in(key(seed), n), 1)``.
 
     Args:
         forward: a `jchop.Spec`, a format, or text. Default None: not rounded.
         backward: the spec of the gradient. Default None: not rounded.
-        seed: an integer from 0 to 2^64 - 1, or several integers: the first is the seed, the others, below 2^32, are
+        seed: an integer from 0 to 2^64 - 1. Or several integers: the first is the seed, and the others, below 2^32, are
             folded into its key. Default 0. Modules with the same seed draw the same bits in the same call. None: each
             call draws a key from torch's global generator, and there is no buffer.
 
@@ -255,7 +255,7 @@ class Quantizer(nn.Module):
         return any(plan is not None and plan.draws for plan in (self.rounding, self.gradient))
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` rounded.
+        """Rounds `x`.
 
         Args:
             x: a tensor of any shape and dtype; integers and booleans are unchanged.
@@ -275,11 +275,11 @@ class Quantizer(nn.Module):
         return x
 
     def right_inverse(self, x: Tensor) -> Tensor:
-        """`x` itself: an assigned parametrized weight is kept unrounded, and rounded at each use."""
+        """Returns `x` itself: an assigned parametrized weight is kept unrounded, and rounded at each use."""
         return x
 
     def extra_repr(self) -> str:
-        """The specs, in the representation of the module."""
+        """Returns the specs, for the representation of the module."""
         plans = {"forward": self.rounding, "backward": self.gradient}
         return ", ".join(f"{name}={plan.spec}" for name, plan in plans.items() if plan is not None)
 
@@ -316,21 +316,21 @@ def matmul(
     generator: torch.Generator | None = None,
     copy: bool = False,
 ) -> Tensor:
-    """The matrix product in an emulated arithmetic: `jchop.math.matmul` for torch, with the same bits.
+    """Multiplies matrices in an emulated arithmetic: `jchop.math.matmul` for torch, with the same bits.
 
-    Works under `torch.compile`, `torch.func.vmap` and `torch.func.grad`; gradients are the gradients of the product of
+    Works under `torch.compile`, `torch.func.vmap` and `torch.func.grad`. Gradients are the gradients of the product of
     the rounded operands. Autocast does not change the dtype.
 
     Args:
         a: the left factor, float16, bfloat16, float32 or float64, of shape (..., m, k) or (k,).
         b: the right factor, of the same dtype and device, of shape (..., k, n) or (k,).
-        spec: a `jchop.MatmulSpec`: the roundings and the order of the sums; or a spec, a format or text for the
+        spec: a `jchop.MatmulSpec`: the roundings and the order of the sums. Or a spec, a format or text for the
             operands, every product and every sum, in sequential order.
-        seed: an integer from 0 to 2^64 - 1, required if a rounding is stochastic; the bits come from
+        seed: an integer from 0 to 2^64 - 1, required if a rounding is stochastic. The bits come from
             ``jax.random.key(seed)``.
         generator: a generator from which the key is drawn, in place of the seed.
-        copy: whether factors with gaps in memory, or not aligned, may be copied. Default False: such a factor is an
-            error. Transposed factors are read in place.
+        copy: whether factors with gaps in memory, or not aligned, may be copied. Default False: they are an error.
+            Transposed factors are read in place.
 
     Returns:
         The product, of the dtype of the factors.

@@ -145,19 +145,19 @@ _DEVICES = ("cpu", "cuda")
 
 @outside_graphs
 def as_jax(tensor: torch.Tensor, *, copy: bool = False) -> Array:
-    """A JAX array that shares the memory of a tensor.
+    """Returns a JAX array that shares the memory of a tensor.
 
     JAX arrays are immutable, so the tensor must not be written to while the array exists.
 
     Args:
-        tensor: any dtype that both libraries have, any shape, on the CPU or a CUDA device. Its gradient is
+        tensor: a tensor of any dtype that both libraries have. Any shape, on the CPU or a CUDA device. Its gradient is
             not converted.
-        copy: whether a tensor may be copied if its memory cannot be shared: if it is not contiguous in C order, starts
-            at an address that is not a multiple of 64 bytes (as slices may), or is a lazy conjugate or negative.
-            Default False: such a tensor is an error.
+        copy: whether a tensor may be copied if its memory cannot be shared. Memory is shared if it is contiguous in C
+            order and starts at a multiple of 64 bytes, which slices may not. A lazy conjugate or negative cannot be
+            shared, either. Default False: an error then.
 
     Returns:
-        An array of the same shape, dtype and device; float64 and complex128 keep their dtype for every
+        An array of the same shape, dtype and device. float64 and complex128 keep their dtype for every
         ``jax_enable_x64``.
 
     Raises:
@@ -177,18 +177,18 @@ def as_jax(tensor: torch.Tensor, *, copy: bool = False) -> Array:
 
 @outside_graphs
 def as_tensor(array: Array) -> torch.Tensor:
-    """A tensor that shares the memory of a JAX array.
+    """Returns a tensor that shares the memory of a JAX array.
 
     JAX arrays are immutable, so the tensor must not be written to while the array exists.
 
     Args:
-        array: any dtype that both libraries have, any shape, on one device.
+        array: an array of any dtype that both libraries have. Any shape, on one device.
 
     Returns:
         A contiguous tensor of the same shape, dtype and device.
 
     Raises:
-        TypeError: if `array` is not a JAX array, is traced by JAX, or has a dtype that torch cannot read, such as int4.
+        TypeError: if `array` is not a JAX array, is traced by JAX, or has a dtype that torch cannot read, as int4.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc

@@ -19,35 +19,34 @@ _STATE_ATTRIBUTES = ("optimizer", "gradient_scale", "seed", "steps", "accumulato
 
 
 class OptimLP(Optimizer):
-    """An optimizer with rounded gradients, accumulators, parameters and moments, in the order of QPyTorch's OptimLP.
+    """Optimizer with rounded gradients, accumulators, parameters and moments, in the order of QPyTorch's OptimLP.
 
     A step rounds the gradient, g = Qg(gradient_scale * gradient). The optimizer computes an update u from g at the
     accumulator a (at the parameter, if there is no accumulator). Then a = Qa(a + u), p = Qw(a), and every moment m =
-    Qm(m), after it was used. The sums are computed by torch in the dtype of the parameters, for float16 and bfloat16 in
-    float32. So bfloat16 parameters under a stochastic ``weight`` train without a master copy.
+    Qm(m), after its use. The sums have the dtype of the parameters, for float16 and bfloat16 float32; torch computes
+    them. So bfloat16 parameters under a stochastic ``weight`` train without a master copy.
 
-    Unlike QPyTorch's, it also scales gradients that are not rounded, calls the closure, takes every optimizer with
-    moments of the parameters' shapes, and has all its state in `state_dict`. Learning rate schedulers work as usual. A
-    closure is evaluated at rounded parameters.
+    Unlike QPyTorch's, it also scales gradients that are not rounded, and calls the closure. It accepts every optimizer
+    with moments of the parameters' shapes, and has all its state in `state_dict`. Learning rate schedulers work as
+    usual. A closure is evaluated at rounded parameters.
 
     A parameter without a gradient is frozen: neither it nor its moments change.
 
-    Step n draws for parameter i from the key of the seed with n, i and the role folded in: 0 for the gradient, 1 for
-    the accumulator, 2 for the weight, from 3 on for the moments in order.
+    Step n draws for parameter i from the key of the seed with n, i and the role folded in. The role is 0 for the
+    gradient, 1 for the accumulator, 2 for the weight, and 3 or more for the moments in order.
 
     Args:
         optimizer: any optimizer of torch: SGD, Adam, AdamW, RMSprop, Adagrad ...
         weight: Qw, the rounding of parameters. Default None, here and below: not rounded.
         gradient: Qg. The rounded gradient replaces the gradient of the parameter.
         momentum: Qm, for every moment: a tensor of the optimizer's state with the shape of its parameter.
-        accumulator: Qa. If it is given, a copy of the parameters, in float32 at least, is kept and updated in their
-            place.
-        gradient_scale: factor of gradients, applied first: 1 / s for a loss multiplied by s. Default 1.
+        accumulator: Qa. With it, a copy of the parameters, in float32 at least, is kept and updated in their place.
+        gradient_scale: the factor of gradients, applied first: 1 / s for a loss multiplied by s. Default 1.
         seed: an integer from 0 to 2^64 - 1, for stochastic specs. Default 0. None: each rounding draws a key from
             torch's global generator.
 
     Raises:
-        TypeError, ValueError: for an invalid spec; at a step, for parameters that cannot hold the results, or
+        TypeError, ValueError: for an invalid spec. At a step, for parameters that cannot hold the results, or
             ``momentum`` for an optimizer without moments.
 
     References:
@@ -92,10 +91,10 @@ class OptimLP(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step of the optimizer.
+        """Makes one step of the optimizer.
 
         Args:
-            closure: function that computes the loss and its gradients, as for every optimizer of torch.
+            closure: a function that computes the loss and its gradients, as for every optimizer of torch.
 
         Returns:
             The result of the closure; None without one.
@@ -190,7 +189,7 @@ class OptimLP(Optimizer):
     # -- as an optimizer of torch --------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, as for every optimizer of torch.
+        """Adds parameters, as for every optimizer of torch.
 
         Args:
             param_group: the parameters and their options.
@@ -202,11 +201,11 @@ class OptimLP(Optimizer):
             optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the optimizer, the accumulators, and the number of steps."""
+        """Returns the state of the optimizer, the accumulators, and the number of steps."""
         return {"optimizer": self.optimizer.state_dict(), "accumulators": dict(self.accumulators), "steps": self.steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a result of `state_dict`.
+        """Restores a result of `state_dict`.
 
         Args:
             state_dict: the state of an optimizer of the same parameters.

@@ -44,7 +44,7 @@ def tensor_codes(x: Tensor, spec: str, words: Tensor, *, copy: bool) -> QArray:
 
 @operators.outside_graphs
 def dequantize(q: QArray, dtype: torch.dtype | None = None) -> Tensor:
-    """The numbers of a `jchop.QArray` as a tensor.
+    """Returns the numbers of a `jchop.QArray` as a tensor.
 
     Args:
         q: the stored array, of JAX or NumPy arrays.
@@ -97,9 +97,9 @@ def _qarray_from_tensors(parts: list[Tensor], text: str, copy: bool) -> QArray:
 class PackedTensor(nn.Module):
     """A tensor stored as codes and scales. A call returns its numbers.
 
-    The codes, scales and zero points are buffers with the names that `jchop.save` gives them: ``qvalue``,
-    ``scale``, and, if the format has them, ``zero_point``, ``tensor_scale``, ``scale_scale``, ``scale_zero_point``.
-    They have no gradient. `load_state_dict` replaces them, and refuses parts of another spec, shape or dtype.
+    The codes, scales and zero points are buffers with the names that `jchop.save` gives them: ``qvalue``, ``scale``.
+    Some formats also have ``zero_point``, ``tensor_scale``, ``scale_scale`` or ``scale_zero_point``. They have no
+    gradient. `load_state_dict` replaces them, and refuses parts of another spec, shape or dtype.
 
     ``.to(dtype)``, ``.half()`` and similar methods change the dtype of the numbers, never the codes and scales.
     ``.to(device)`` moves the buffers.
@@ -137,12 +137,12 @@ class PackedTensor(nn.Module):
         self.dtype = _NUMBER_DTYPES[q.dtype.name]
 
     def forward(self) -> Tensor:
-        """The numbers, in a new tensor."""
+        """Returns the numbers, in a new tensor."""
         return numbers_operator(list(self._buffers.values()), self.text, CARRIER_NAMES[self.dtype])
 
     @operators.outside_graphs
     def as_qarray(self, *, copy: bool = False) -> QArray:
-        """The stored array in JAX.
+        """Returns the stored array in JAX.
 
         Args:
             copy: whether a part may be copied if JAX cannot read it in place, as in `as_jax`. Default False.
@@ -171,7 +171,7 @@ class PackedTensor(nn.Module):
         return sum(part.nbytes for part in self.buffers())
 
     def extra_repr(self) -> str:
-        """Spec, shape and dtype, in the representation of the module."""
+        """Returns spec, shape and dtype, for the representation of the module."""
         return f"{self.spec!r}, shape={self.shape}, dtype={self.dtype}"
 
     # -- torch's protocols ---------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class PackedTensor(nn.Module):
         return self
 
     def get_extra_state(self) -> Tensor:
-        """The description of the parts, UTF-8 text in a uint8 tensor."""
+        """Returns the description of the parts, UTF-8 text in a uint8 tensor."""
         return torch.tensor(list(self.text.encode()), dtype=torch.uint8)
 
     def _load_from_state_dict(

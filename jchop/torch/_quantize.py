@@ -51,54 +51,56 @@ def quantize(
     generator: torch.Generator | None = None,
     copy: bool = False,
 ) -> QArray | nn.Module:
-    """A tensor as codes and scales, or a module that rounds.
+    """Rounds a tensor to codes and scales, or makes a module round.
 
     **For a tensor** the result is the same as from `jchop.quantize`: a `jchop.QArray` of JAX arrays on the tensor's
     device. `jchop.torch.as_tensor` converts its leaves to tensors, and `dequantize` returns the rounded numbers.
 
-    **For a module** the result is a copy whose layers (modules with their own parameters) round by rules: those of
-    `jchop.nn.quantize`. One spec is that of all weights; a mapping has a pattern ([](patterns.md)) for part of a
-    layer's path, ``"head"``, ``"blocks.*.mlp"``, ``"*norm*"``, and for each a spec of the weight, a `jchop.Rule`, or a
-    dict of its fields; several `jchop.Rule` are a list. The first that matches applies. Of the fields of a rule, torch
-    takes ``path``, ``layer`` and:
+    **For a module** the result is a copy whose layers (modules with their own parameters) round by rules, as in
+    `jchop.nn.quantize`. One spec is for all weights. A mapping has a pattern ([](patterns.md)) for part of a layer's
+    path, ``"head"``, ``"blocks.*.mlp"``, ``"*norm*"``. Its value is a spec of the weight, a `jchop.Rule`, or a dict of
+    its fields. Several `jchop.Rule` are a list. The first that matches applies. In torch a rule may have the fields
+    ``path``, ``layer`` and:
 
     * ``weight``, ``bias``: the parameters, rounded at each use, as parametrizations (`torch.nn.utils.parametrize`):
-      ``layer.parametrizations.weight.original`` is trained. A weight is what a product takes as a matrix, or a table
-      that is looked up: no gain of a norm, no vector, and, but in linear layers, convolutions and embeddings, no
-      parameter with an axis of one element. A bias has a name that ends with "bias".
+      ``layer.parametrizations.weight.original`` is trained. A weight is a matrix of a product, or a table that is
+      looked up. Gains of norms and vectors are no weights; nor is, except in linear layers, convolutions and
+      embeddings, a parameter with an axis of one element. A bias has a name that ends with "bias".
     * ``activation``: the inputs of the layer; ``output``: its outputs.
     * ``gradient``: the gradient with respect to the outputs, an operand of both products of the backward pass.
 
-    As in `jchop.nn.quantize`, layers without a weight, as norms, take only ``bias`` and ``output`` of a rule that
-    matches layers with one. A rule for such layers alone rounds all of their parameters, inputs and gradients.
+    As in `jchop.nn.quantize`, a rule that matches layers with a weight applies only its ``bias`` and ``output`` to
+    layers without one, as norms. A rule for layers without a weight alone rounds all of their parameters, inputs and
+    gradients.
 
-    Axes of scaled formats are axes of torch's tensors: ``"mxfp8_e4m3"`` has blocks along the contracted axis of a
-    linear layer, and a convolution has its channels on axis 1. Gradients pass straight through the roundings. The
-    layers' seeds are ``seed`` with the number of the layer and of the rounding in the layer folded in.
+    Scaled formats count the axes of torch's tensors. ``"mxfp8_e4m3"`` has blocks along the contracted axis of a linear
+    layer. A convolution has its channels on axis 1. Gradients pass straight through the roundings. The layers' seeds
+    are ``seed`` with the number of the layer and of the rounding in the layer folded in.
 
     ``mode`` says how parameters are kept. ``"qat"`` trains them in full precision and rounds them at each use.
-    ``"ptq"`` rounds them once and stores them packed: in place of the parameter ``weight`` the layer has a submodule
-    ``weight_packed``, a `PackedTensor`, whose buffers are the codes and scales. ``layer.weight`` returns the numbers,
-    which are unpacked at each use and equal those of "qat", bit for bit; a stochastic rounding draws once, the bits of
-    call 0 of the `Quantizer` of "qat". ``"weight_only"`` is "ptq" with rules for ``weight`` and ``bias`` alone.
+    ``"ptq"`` rounds them once and stores them packed. In place of the parameter ``weight`` the layer then has a
+    submodule ``weight_packed``, a `PackedTensor`, whose buffers are the codes and scales. ``layer.weight`` returns the
+    numbers, which are unpacked at each use and equal the numbers of "qat", bit for bit. A stochastic rounding draws
+    once, the bits of call 0 of the `Quantizer` of "qat". ``"weight_only"`` is "ptq" with rules for ``weight`` and
+    ``bias`` alone.
 
     Args:
-        x: a float tensor as in `round_to_format`, but not complex; or a module.
-        rules: for a module, its rules; for a tensor, its spec: a `jchop.Spec`, a format, a scaled format, or text.
+        x: a float tensor as in `round_to_format`, but not complex, or a module.
+        rules: the rules of a module, or the spec of a tensor: a `jchop.Spec`, a format, a scaled format, or text.
         mode: ``"qat"``, ``"ptq"`` or ``"weight_only"``, for modules. Default ``"qat"``.
         seed: an integer from 0 to 2^64 - 1. The stochastic modes need it for a tensor; for a module the default is 0.
         generator: a generator in place of the seed, for tensors.
-        copy: whether a tensor may be copied if JAX cannot read it in place. Default False: such a tensor is an error.
+        copy: whether a tensor may be copied if JAX cannot read it in place. Default False: an error then.
 
     Returns:
         A `jchop.QArray`, or a module.
 
     Raises:
-        TypeError, ValueError: as `jchop.quantize`, and for a tensor that would have to be copied; for rules that are
-            invalid, match no layer, have a field that torch cannot follow, or round a weight or bias that no matched
-            layer has.
-        NotImplementedError: for a layer that does not access its parameters by name (`torch.nn.LSTM` and similar ones),
-            or computes within one function (activations in `torch.nn.MultiheadAttention`).
+        TypeError, ValueError: as `jchop.quantize`, and for a tensor that would have to be copied. For rules that are
+            invalid, match no layer, or have a field that torch cannot follow. For rules that round a weight or bias
+            that no matched layer has.
+        NotImplementedError: for a layer that does not access its parameters by name, as `torch.nn.LSTM`, or computes
+            within one function (activations in `torch.nn.MultiheadAttention`).
 
     Example:
         >>> import torch, jchop as jc
@@ -411,7 +413,7 @@ class ModuleReport(RowReport):
 
 
 def report(module: nn.Module) -> ModuleReport:
-    """The form, bytes and bits of each parameter of a module, packed, rounded at each use, or neither.
+    """Lists the form, bytes and bits of each parameter of a module: packed, rounded at each use, or neither.
 
     Args:
         module: any module, as from `jchop.torch.quantize`.

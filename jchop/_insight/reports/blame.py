@@ -44,13 +44,13 @@ class BlameRow(PlacedRow):
 
     Args:
         scope: the path of `jax.named_scope` and `jax.jit` names; empty outside of all.
-        primitive: its name; ``"argument [0]['w']"`` for an argument that is rounded on entry; ``"constant"`` for a
-            constant that is rounded on entry, where it is moved or enters a call, branch or loop, or where it overflows
+        primitive: its name. ``"argument [0]['w']"`` is an argument that is rounded on entry. ``"constant"`` is a
+            constant that is rounded on entry: where it is moved or enters a call, branch or loop, or where it overflows
             or becomes zero. Another constant of an operation belongs to the operation.
         spec: the rounding of the results, as text.
         equations: their number in the program.
         results: the count of results, in all turns of loops.
-        rms: the root of the mean square of the rounding errors made, in units of the results.
+        rms: the root mean square of its rounding errors, in units of the results.
         contribution: their part in the error of the output, with its sign, in units of the output.
         share: the contribution over the error of the output; NaN if that is zero.
         source: file and line, as in `jchop.EmulatedFunction.report`.
@@ -79,13 +79,13 @@ class Blame(PictureReport):
     """The result of `jchop.EmulatedFunction.blame`; its ``str`` is a table.
 
     Args:
-        rows: the rows, the largest contribution first. ``rows`` and ``unexplained`` add up to ``error``.
+        rows: the rows, the largest contribution first. Their contributions and ``unexplained`` add up to ``error``.
         error: the output of the emulated program minus the output of the program in the carrier.
         value: the output of the emulated program; NaN for arrays without ``output=``.
         reference: the output of the program in the carrier; NaN for arrays without ``output=``.
         unexplained: the part of the error that no row has.
-        notes: sentences about stopped loops, about a path that the carrier alone would not take, and about an
-            `unexplained` of more than 20 % of the error.
+        notes: sentences about stopped loops, about a path that the carrier alone would not go, and about an
+            `unexplained` above 20 % of the error.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -120,31 +120,33 @@ def blame(
     max_turns: int | None = None,
     **kwargs: Any,
 ) -> Blame:
-    """The error of an emulated program, divided among its operations.
+    """Divides the error of an emulated program among its operations.
 
     The program runs beside the same program in the carrier. Equation i makes the rounding error δᵢ: its emulated result
     minus the carrier's result of the same operands. Its contribution is ⟨aᵢ, δᵢ⟩. The adjoint aᵢ is the derivative of
-    the output by the result, from transposed derivatives of each equation, each the mean of that at the emulated
-    operands and that at the carrier's; of a function of numbers, the secant, if the two operands are far apart or a
-    derivative is infinite there. Where both are equal, an infinite derivative counts as 0, as it multiplies no error.
-    If a maximum or a sort chooses another operand than the carrier's, the mean has weights that make it a secant. The
-    contributions of a program of products, sums and such choices then add up to the error of the output. `unexplained`
-    is the rest, as of functions with curvature and of jumps. A bound such as Σ|aᵢ||δᵢ| has no signs and is often a
-    hundred times too large.
+    the output by the result, computed from transposed derivatives of each equation. Each derivative is the mean of two,
+    at the emulated operands and at the carrier's. For a function of numbers it is the secant, if the two operands are
+    far apart or a derivative is infinite there. Where both operands are equal, an infinite derivative counts as 0, as
+    it multiplies no error. If a maximum or a sort chooses another operand than the carrier's, the mean has weights that
+    make it a secant.
 
-    Loops and branches follow the emulated program, and so do choices (`jnp.where`) within `while` loops; a row adds up
+    The contributions of a program of products, sums and these choices then add up to the error of the output.
+    `unexplained` is the rest, from functions with curvature and from jumps. A bound as Σ|aᵢ||δᵢ| has no signs and is
+    often a hundred times too large.
+
+    Loops and branches follow the emulated program, and so do choices (`jnp.where`) within `while` loops. A row adds up
     all turns, and ``turns`` has each. Inside `jax.shard_map` all shards run at once, on one device, and a row adds up
     all shards. An equation that only moves values makes no error, but may round a constant. The values of all
-    operations are kept in memory. It runs operation by operation, outside of `jax.jit`.
+    operations are kept in memory. The program runs operation by operation, outside of `jax.jit`.
 
     Args:
         low: a function from `jchop.emulate`.
         *args: its arguments.
         output: a function of the result of `low` to a number, which JAX can differentiate. Default: the result itself
-            if it is a single number; else the Euclidean norm of the error of all its numbers.
+            if it is a single number, else the Euclidean norm of the error of all its numbers.
         key: a typed key, needed if a rounding is stochastic.
-        max_turns: the most turns of a `while` loop; the parts are then those of a loop that stops there, with a note.
-            Default None: the limit of `emulate`; if that is None too, a loop of more than 1 000 turns is an error.
+        max_turns: the most turns of a `while` loop. The rows then describe a loop that stops there, with a note.
+            Default None: the limit of `emulate`; if this is None too, a loop of more than 1 000 turns is an error.
         **kwargs: keyword arguments of the function.
 
     Returns:
@@ -152,7 +154,7 @@ def blame(
 
     Raises:
         TypeError: for a function that `emulate` did not make, traced arguments, or an `output` that gives no number.
-        ValueError: if the output of either program is not finite, or a derivative or an error on the way to it, no
+        ValueError: if the output of either program is not finite, or a derivative or an error on the way to it. If no
             number depends on the arguments, or a loop is too long.
         NotImplementedError: for an equation without a derivative on the way to the output.
 

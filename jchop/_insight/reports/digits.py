@@ -67,12 +67,12 @@ class Instability(PlacedRow):
     """Operations of one kind and line of source whose operands or outcomes have too few digits.
 
     Args:
-        kind: ``"branching"``, comparisons with different outcomes in different samples; ``"cancellation"``, sums and
-            differences that have at least four digits fewer than their operands, or, if they have many terms, than
-            they would have if no terms cancelled; ``"division"``, quotients with a divisor of less than one digit. The
-            operations inside of factorizations and solvers (``lu``, ``cholesky``, ``triangular_solve``, ``eigh``) are
-            not looked at.
-        count: the number of such results, in all turns of loops.
+        kind: ``"branching"``: comparisons with different outcomes in different samples. ``"cancellation"``: sums and
+            differences with at least four digits fewer than their operands. A sum of many terms is compared with the
+            digits that it would have if no terms cancelled. ``"division"``: quotients with a divisor of less than one
+            digit. Operations inside factorizations and solvers (``lu``, ``cholesky``, ``triangular_solve``, ``eigh``)
+            are left out.
+        count: the number of these results, in all turns of loops.
         primitive: the name of the primitive.
         scope: the path of `jax.named_scope` and `jax.jit` names; empty outside of all.
         source: file and line, as in `jchop.EmulatedFunction.report`.
@@ -90,8 +90,8 @@ class SignificantDigits(RowReport):
     """The result of `jchop.significant_digits`; its ``str`` is a table.
 
     Args:
-        digits: for each number of the result, its significant decimal digits, from 0 to `most`, as NumPy float64 in
-            the tree of the result; below 1 no digit can be trusted. None for a leaf of random keys.
+        digits: the significant decimal digits of each number of the result, from 0 to `most`: NumPy float64 in the tree
+            of the result. Below 1 no digit can be trusted. None for a leaf of random keys.
         mean: the means of the samples, in the same tree.
         spread: their standard deviations.
         most: the digits of the format, p·log10(2) for p significant bits.
@@ -122,7 +122,7 @@ class SignificantDigits(RowReport):
         return min((float(np.min(x)) for x in jax.tree.leaves(self.digits) if x.size), default=math.nan)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain data for JSON; leaves of the result by path."""
+        """Returns everything as plain data for JSON, with the leaves of the result by path."""
 
         def by_path(tree: Any) -> dict[str, Any]:
             leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -172,41 +172,41 @@ def significant_digits(
     narrow: Literal["raise", "carrier"] = "raise",
     **kwargs: Any,
 ) -> SignificantDigits:
-    """The significant decimal digits of the result of a program, from runs with random roundings.
+    """Estimates the significant decimal digits of a program's result from runs with random roundings.
 
     The program runs `samples` times with stochastic rounding, each time with other draws. Let m be the mean and s the
     standard deviation of N samples. Then log10(√N·abs(m) / (τ·s)) digits are common to the samples and the exact
     result, with the given confidence. τ is the quantile of Student's distribution with N - 1 degrees of freedom: 4.303
     for N = 3 and 0.95. The method is CESTAC (J. Vignes, "Discrete stochastic arithmetic for validating results of
     numerical software", Numerical Algorithms 37, 2004). It assumes that the rounding errors are small against the
-    values. Read less than one digit as none, and look at `instabilities`. A bias that all samples share, such as the
-    truncation error of a method, is not seen.
+    values. Read less than one digit as none, and look at `instabilities`. The samples do not show a bias that all of
+    them share, as the truncation error of a method.
 
-    Every sample takes its own branches and turns of loops. The operations run one after the other, outside of
-    `jax.jit`, and those inside `jax.shard_map` for all shards at once.
+    Every sample has its own branches and turns of loops. The operations run one after the other, outside of `jax.jit`.
+    Those inside `jax.shard_map` run for all shards at once.
 
     Args:
         fun: a function that JAX can trace. It runs in float64 with every operation rounded to `spec`; its float
-            arguments are converted to float64. Or a function from `jchop.emulate` with stochastic rounding, which keeps
-            its carrier and rules.
+            arguments are converted to float64. A function from `jchop.emulate` with stochastic rounding keeps its
+            carrier and rules.
         *args: its arguments.
         key: a typed key. Sample i of a function from `emulate` is ``fun(*args, key=jax.random.fold_in(key, i))``.
-        samples: the number of runs, at least 2. Few different values remain after a cancellation, and few samples may
-            agree by chance: more samples give a sharper estimate. Default 3, as in CADNA.
+        samples: the number of runs, at least 2. Default 3, as in CADNA. Few different values remain after a
+            cancellation, and few samples may agree by chance. More samples give a sharper estimate.
         spec: a stochastic rounding. Default None: ``"binary32:stochastic"``; for a function from `emulate`, its own.
         confidence: the probability, between 0 and 1.
         max_turns: the most turns of a `while` loop. A stopped loop has a note and a `RuntimeWarning`.
-        narrow: the treatment of arrays of fewer bits than float64 in `fun`, such as those of ``jnp.float32(0)``:
-            ``"raise"`` an error where they do not mix with float64 or have no digits below those of the format
-            (default), ``"carrier"`` computes them in float64. A function from `emulate` keeps its own.
+        narrow: the treatment of arrays of fewer bits than float64 in `fun`, as from ``jnp.float32(0)``. ``"raise"``
+            (default) raises an error where they do not mix with float64, or have no digits beyond the format's.
+            ``"carrier"`` computes them in float64. A function from `emulate` keeps its own.
         **kwargs: keyword arguments of the function.
 
     Returns:
         A `SignificantDigits`.
 
     Raises:
-        TypeError: for an argument of another type, traced arguments, or, with ``narrow="raise"``, a `fun` that mixes
-            its arguments with values of a fixed dtype, which has no run in float64.
+        TypeError: for an argument of another type, or traced arguments. With ``narrow="raise"``, also for a `fun` that
+            mixes its arguments with values of a fixed dtype, because it cannot run in float64.
         ValueError: for a spec without draws, fewer than 2 samples, or a confidence outside of (0, 1).
 
     Example:

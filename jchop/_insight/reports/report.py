@@ -55,7 +55,7 @@ class PlacedRow:
         return os.path.basename(self.source)
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields by name; a number that is not finite is None, an event a dict of its turn, place and order."""
+        """Returns the fields by name. A number that is not finite is None, an event a dict of its fields."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
         return plain_data({name: vars(value) if isinstance(value, Event) else value for name, value in values.items()})
 
@@ -105,8 +105,8 @@ class ReportRow(PlacedRow):
         results: the count of their results in a run; for a `while` loop, in one turn.
         source: file and line of the equations, as ``"folder/model.py:12"``: the innermost line outside of JAX and
             jchop. For a function of JAX, the line of its call.
-        overflows: results that are finite without rounding, and infinite or NaN here; or that lie beyond the largest or
-            the lowest value of the format by more than half its step there, and so saturate or wrap. This and the next
+        overflows: results that are finite without rounding, and infinite or NaN here. Also those that saturate or wrap:
+            beyond the largest or the lowest value of the format by more than half its step there. This and the next
             fields are set only with ``trace_values=True``.
         underflows: results that are not zero without rounding, and zero here.
         infinities: infinite results, for any reason.
@@ -114,13 +114,13 @@ class ReportRow(PlacedRow):
         smallest: the smallest nonzero magnitude.
         largest: the largest finite magnitude.
         error: the largest relative error of one operation, against the reference's operation on the same operands. This
-            and ``deviation`` count results that are finite in both, and are NaN if there are none.
+            and ``deviation`` count results that are finite in both. NaN if there are none.
         deviation: the largest relative error against the reference program, run from the start.
         invalid: NaN results of operands without NaN: inf - inf, 0/0, sqrt(-1). Results of an operation that is not
-            elementwise, such as a sum, count if no operand has a NaN anywhere.
-        cancelled: the most leading bits that cancelled in a sum or difference of two numbers: the larger exponent of
-            the operands minus the exponent of the result; the precision of the format for a result of zero. NaN for
-            other operations.
+            elementwise, as a sum, count if no operand has a NaN anywhere.
+        cancelled: the most leading bits that cancelled in a sum or difference of two numbers. It is the larger exponent
+            of the operands minus the exponent of the result. For a result of zero it is the precision of the format.
+            NaN for other operations.
         cancelled_mean: the mean of the cancelled bits.
         first_overflow: the place of the first overflow, an `Event`; None if there is none.
         first_nan: the place of the first NaN.
@@ -178,7 +178,7 @@ class Report(PictureReport):
         return sum(row.results for row in self.rows)
 
     def first(self, event: Literal["overflow", "nan", "invalid"]) -> ReportRow | None:
-        """The row of the first event of a kind; None if there is none.
+        """Returns the row of the first event of a kind; None if there is none.
 
         Args:
             event: ``"overflow"``, ``"nan"`` or ``"invalid"``.
@@ -230,29 +230,30 @@ def report(
     stop_at: Literal["overflow", "nan", "invalid"] | None = None,
     **kwargs: Any,
 ) -> Report:
-    """The roundings of an emulated function for these arguments, and the operations that lose digits.
+    """Lists the roundings of an emulated function for these arguments, and the operations that lose digits.
 
     Args:
         fun: a function that `jchop.emulate` returned, or a method that it decorates.
         *args: arguments of the function.
-        trace_values: whether to run the program, loops turn by turn, beside a reference program, and to measure ranges,
-            overflows, underflows, infinities, NaN, cancelled bits and errors of each operation, and the first events.
-            Arguments and constants have rows only for overflows, infinities, NaN and underflows, moved values only for
-            new infinities or NaN. The emulated program decides branches and numbers of turns. Inside `jax.shard_map`
-            all shards run at once, and an index of an event has the shard's first. Needs arguments that are not traced.
-            Default False: nothing is computed.
+        trace_values: whether to run the program, loops turn by turn, beside a reference program. The run measures
+            ranges, overflows, underflows, infinities, NaN, cancelled bits and errors of each operation, and the first
+            events. Arguments and constants have rows only for overflows, infinities, NaN and underflows; moved values
+            only for new infinities or NaN. The emulated program decides branches and numbers of turns. Inside
+            `jax.shard_map` all shards run at once, and an index of an event begins with the shard's. Needs arguments
+            that are not traced. Default False: nothing is computed.
         key: a typed key, needed if values are traced and a rounding is stochastic.
-        reference: the reference of the errors. Default None: the same program in the carrier, without rounding. A
-            deterministic spec or its text: every operation in float64, rounded to that spec; ``"binary64"`` is float64
-            itself. Arguments and constants are not rounded. If a primitive has no form in float64, the carrier's result
-            is used, and a note says so. Implies `trace_values`.
-        max_turns: the most turns of a `while` loop. Default None: the limit of `emulate`, or 10 000; a note has the
-            number. A stopped loop has a note and a `RuntimeWarning` with the line of its condition and the numbers
+        reference: the reference of the errors. Default None: the same program in the carrier, without rounding. Under a
+            deterministic spec or its text, every operation is computed in float64 and rounded to that spec;
+            ``"binary64"`` is float64 itself. Arguments and constants are not rounded. If a primitive has no form in
+            float64, the carrier's result is used, and a note says so. Implies `trace_values`.
+        max_turns: the most turns of a `while` loop. Default None: the limit of `emulate`, or 10 000, which a note
+            states. A stopped loop has a note and a `RuntimeWarning` with the line of its condition and the numbers
             compared. A loop without random draws stops at once if its values no longer change.
-        stop_at: the event that ends the run: the first ``"overflow"`` (a result that is finite in the reference, but
-            not in the format, or that saturates or wraps there), ``"nan"`` or ``"invalid"`` (a NaN of operands without
-            NaN), like ``jax_debug_nans`` for NaN of the carrier. ``stopped`` of the report names the equation, its
-            line, turn, operands and result. Rows hold the measures up to this event. Implies `trace_values`.
+        stop_at: the event that ends the run, like ``jax_debug_nans`` for NaN of the carrier. ``"overflow"`` is the
+            first result that is finite in the reference, but not in the format, or that saturates or wraps there.
+            ``"nan"`` is the first NaN, and ``"invalid"`` the first NaN of operands without NaN. ``stopped`` of the
+            report names the equation, its line, turn, operands and result. Rows hold the measures up to this event.
+            Implies `trace_values`.
         **kwargs: keyword arguments of the function.
 
     Returns:

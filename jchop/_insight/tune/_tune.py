@@ -25,7 +25,7 @@ class TunedSite:
     """The equations that share a format.
 
     Args:
-        path: their scope, and by equation the primitive; ``"/"`` is the scope outside of all.
+        path: their scope, and with ``by="equation"`` the primitive; ``"/"`` is the scope outside of all.
         spec: their rounding as text; ``"carrier"`` for none. The rule of sums follows, if there is one.
         bits: the bits of a result.
         equations: their number.
@@ -113,7 +113,7 @@ class Tuning(PictureReport):
         return max(self.errors)
 
     def as_dict(self) -> dict[str, Any]:
-        """As of every report, and the largest error."""
+        """Returns the data of every report, and the largest error."""
         return {"error": plain_data(self.error), **super().as_dict()}
 
     def _parts(self) -> Iterator[TableOrLine]:
@@ -157,41 +157,41 @@ def tune(
     max_turns: int = 10_000,
     progress: Callable[[str, int, int, str], None] | None = None,
 ) -> Tuning:
-    """The cheapest formats for the parts of a function that keep its error within a tolerance on all inputs.
+    """Finds the cheapest formats for the parts of a function that keep its error within a tolerance on all inputs.
 
-    Every part, called a site, gets one format of the menu. The search starts from single formats, lowers the site with
-    the least measured error per saved cost, one after the other, and then exchanges pairs. Every assignment is measured
-    on all inputs: an error that is predicted from runs in one format is wrong in mixes, because a rounding error
-    depends on the formats before it. The cheapest assignments are emulated by `jchop.emulate`, and the first one within
-    the tolerance is the result, with the errors that `emulate` gave. The same arguments give the same result, unless
+    Every part, called a site, gets one format of the menu. The search starts from single formats. It lowers the site
+    with the least measured error per saved cost, one after the other, and then exchanges pairs. Every assignment is
+    measured on all inputs. A prediction from runs in one format would be wrong in mixes, because a rounding error
+    depends on the formats before it. `jchop.emulate` then runs the cheapest assignments. The first one within the
+    tolerance is the result, with the errors that `emulate` gave. The same arguments give the same result, unless
     `seconds` ends the search.
 
-    Operations that make no error of their own inherit: negation, magnitude, maximum, comparisons, gathers and other
-    moves, and conversions between floating-point dtypes compute in the carrier. Arguments and constants are rounded by
-    the operations that take them.
+    Operations that make no error of their own have no format, and compute in the carrier. These are negation,
+    magnitude, maximum, comparisons, gathers and other moves, and conversions between floating-point dtypes. Arguments
+    and constants are rounded by the operations that read them.
 
-    For formats that round to nearest even, with at most 25 significant bits, subnormal numbers and -0, the formats are
-    integers of one compiled program, so that a measurement takes as long as a run. Other formats, complex numbers,
-    Cholesky and QR factorizations, `jax.random`, mutable references and `shard_map` are measured by `emulate`, which is
-    slower; `compiled` of the result tells.
+    Formats that round to nearest even, with at most 25 significant bits, subnormal numbers and -0, are integers of one
+    compiled program. A measurement then needs the time of a run. `emulate`, which is slower, measures other formats,
+    complex numbers, Cholesky and QR factorizations, `jax.random`, mutable references and `shard_map`. `compiled` of the
+    result says which.
 
     Args:
         fun: a function that JAX can trace.
-        menu: two formats or more: `Spec`, format or text; None is the carrier, without rounding. No stochastic ones.
-            A pair ``(format, MatmulSpec)`` also has a rule for sums and matrix products: their accumulator and order.
+        menu: two formats or more: `Spec`, format or text. None is the carrier, without rounding. No stochastic ones. A
+            pair ``(format, MatmulSpec)`` also has a rule for sums and matrix products: their accumulator and order.
         inputs: a list of its arguments: tuples, or the only argument. Few shapes are best, since each compiles a
             program.
-        tolerance: the largest error allowed, as `metric` gives it.
-        cost: ``"bits"``, the mean of the sites' bits; ``"bytes"``, the bytes of the results of all sites; or a function
-            of a mapping from the path of each site to its spec, or its pair of the menu. Default ``"bits"``. If the
-            menu has rules of sums, the bits of a site with sums are the mean of its format's and its accumulator's;
-            the carrier is the accumulator without a rule. Accumulators are not stored, so bytes do not count them.
-        by: ``"scope"``: a site is a path of `jax.named_scope` and `jax.jit` names; ``"equation"``: a primitive within
-            such a path. Default ``"scope"``.
-        metric: ``"relative"``, the Euclidean norm of the error of all numbers over the norm of the carrier's
-            result; ``"absolute"``, the norm of the error; ``"largest"``, the largest magnitude of an error; or a
-            function of the result and of the carrier's result to a number. Infinities and NaN that both results have
-            in the same place are no errors; others are infinite ones. Default ``"relative"``.
+        tolerance: the largest error allowed, in the unit of `metric`.
+        cost: ``"bits"`` (default), the mean of the sites' bits; or ``"bytes"``, the bytes of the results of all sites.
+            Or a function of a mapping from the path of each site to its spec, or its pair of the menu. If the menu has
+            rules of sums, the bits of a site with sums are the mean of its format's and its accumulator's. The carrier
+            is the accumulator without a rule. Accumulators are not stored, so bytes do not count them.
+        by: ``"scope"`` (default): a site is a path of `jax.named_scope` and `jax.jit` names. ``"equation"``: a site is
+            a primitive within a path.
+        metric: ``"relative"`` (default), the Euclidean norm of the error of all numbers over the norm of the carrier's
+            result. ``"absolute"``, the norm of the error. ``"largest"``, the largest magnitude of an error. Or a
+            function of the result and of the carrier's result to a number. Infinities and NaN that both results have in
+            the same place are no errors; others are infinite ones.
         held_out: further inputs, whose errors are reported and do not count. Default: none.
         evaluations: the most assignments measured. Default 2000.
         seconds: the most seconds of the search. Default None: any number.
@@ -202,10 +202,10 @@ def tune(
         A `Tuning`, with ``rules`` for ``jchop.emulate(fun, None, rules=...)``.
 
     Raises:
-        TypeError, ValueError: for an argument of another type or value, for traced arguments, and for a function that
-            no rules can divide.
-        ValueError: if no assignment is within the tolerance; it gives the smallest error found. If `metric` is a name,
-            for an input whose result in the carrier has no finite number.
+        TypeError, ValueError: for an argument of another type or value, traced arguments, or a function that no rules
+            can divide.
+        ValueError: if no assignment is within the tolerance; the message has the smallest error found. If `metric` is a
+            name, for an input whose result in the carrier has no finite number.
 
     Example:
         >>> import jax, jax.numpy as jnp, jchop as jc

@@ -40,27 +40,26 @@ def _default_signs(size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, repr=False)
 class Hadamard:
-    """A rotation of both operands of a product along its sum, by blocks, before they are rounded.
+    """Rotation of both operands of a product along its sum, by blocks, before they are rounded.
 
-    Each block of `size` numbers v becomes ``H (signs * v) / sqrt(size)``, H a matrix of ones and minus ones with
-    orthogonal rows: Sylvester's if `size` is a power of two, else its product with one of Paley's. So the sum of a
+    Each block of `size` numbers v becomes ``H (signs * v) / sqrt(size)``. H is a matrix of ones and minus ones with
+    orthogonal rows. It is Sylvester's if `size` is a power of two, else a product with one of Paley's. The sum of a
     product stays the same but for rounding, and an outlier is spread over its block. Numbers after the last whole block
     stay as they are. If `size` is a power of four, the elements of the matrix are powers of two.
 
-    A `jchop.Rule` takes it as ``rotation=``. See NVIDIA, arXiv 2509.25149 (section 4.2), and Tseng et al.,
-    arXiv 2502.20586, for its use in training; Ashkboos et al., "QuaRot", arXiv 2404.00456, for its use in inference.
+    It is the field ``rotation`` of a `jchop.Rule`. For its use in training see NVIDIA, arXiv 2509.25149 (section 4.2),
+    and Tseng et al., arXiv 2502.20586. For its use in inference see Ashkboos et al., "QuaRot", arXiv 2404.00456.
 
     Args:
-        size: the numbers of a block: a power of two, or a power of two times the size of a matrix of Paley's (12, 20,
-            24, 28, 44, ...). ``"all"``: those of the sum; if there is no such matrix, as few blocks as there can be.
-            Default 16.
-        signs: 1 or -1 for each number of a block. Default None: those that NVIDIA's Transformer Engine publishes for 16
-            numbers, repeated or cut to `size`.
-        products: ``"weight"``: the product dw = x g alone, along its rows (tokens); ``"both"``: dx = g w too, along the
-            outputs of the layer, with the weight of dx rounded anew; ``"forward"``: the product y = x w, along its
-            inputs: x is rotated when the program runs, and w before it is rounded, so that it is stored rotated;
-            ``"all"``: all three, dx and dw being products of the x and w that are rotated already. Default
-            ``"weight"``.
+        size: the count of numbers in a block. It is a power of two, or a power of two times the size of a matrix of
+            Paley's (12, 20, 24, 28, 44, ...). ``"all"``: one block for the whole sum; if no matrix has that size, as
+            few blocks as possible. Default 16.
+        signs: 1 or -1 for each number of a block. Default None: the 16 signs that NVIDIA's Transformer Engine
+            publishes, repeated or cut to `size`.
+        products: the rotated products. ``"weight"`` (default): dw = x g alone, along its rows (tokens). ``"both"``: dx
+            = g w too, along the outputs of the layer, with the weight of dx rounded anew. ``"forward"``: y = x w, along
+            its inputs. There x is rotated when the program runs, and w before it is rounded, so that it is stored
+            rotated. ``"all"``: all three; dw and dx are then products of the rotated x and w.
 
     Raises:
         TypeError, ValueError: for an invalid argument.
@@ -102,38 +101,38 @@ class Hadamard:
 
     @property
     def forward(self) -> bool:
-        """Whether it is of forward products."""
+        """Whether it rotates forward products."""
         return self.products in ("forward", "all")
 
     @property
     def of_input(self) -> bool:
-        """Whether it is of the products dx."""
+        """Whether it rotates the products dx."""
         return self.products in ("both", "all")
 
     @property
     def of_weight(self) -> bool:
-        """Whether it is of the products dw."""
+        """Whether it rotates the products dw."""
         return self.products != "forward"
 
     @property
     def matrix(self) -> np.ndarray:
-        """The matrix R of a block, float64: rotated = R v. Each element is 1 or -1, over the root of `size`.
+        """Returns the matrix R of a block, float64: rotated = R v. Each element is 1 or -1, over the root of `size`.
 
         Raises:
-            ValueError: for ``size="all"``, which has no one matrix.
+            ValueError: for ``size="all"``, whose matrix depends on the sum.
         """
         if self.size == "all":
             raise ValueError("size='all' has another matrix in each product")
         return HadamardBlocks.of(self.size, None).apply(np.diag(np.asarray(self.signs, np.float64))).T
 
     def rotate(self, laid: Array) -> Array:
-        """Rotate the last axis of an array by blocks.
+        """Rotates the last axis of an array by blocks.
 
-        Sums are in float32 for narrower types. If `size` is a power of two they are in pairs, so that all devices give
-        the same bits.
+        Sums are in float32 for narrower types. If `size` is a power of two, numbers are added in pairs, so that all
+        devices give the same bits.
 
         Args:
-            laid: of any shape and a carrier's dtype.
+            laid: an array of any shape and a carrier's dtype.
 
         Returns:
             An array of the same shape and dtype.
@@ -282,7 +281,7 @@ class OperandLayout:
 
     @staticmethod
     def of(free: Sequence[int], contracting: Sequence[int]) -> OperandLayout:
-        """A layout of any sequences of axes."""
+        """Makes a layout of any sequences of axes."""
         return OperandLayout(tuple(free), tuple(contracting))
 
     @property
@@ -295,24 +294,24 @@ class OperandLayout:
         return (*self.free, *self.contracting)
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape that an array of `shape` has in this layout."""
+        """Returns the shape that an array of `shape` has in this layout."""
         return (*(shape[axis] for axis in self.free), math.prod(shape[axis] for axis in self.contracting))
 
     def lay(self, x: Array, rotation: Hadamard | None = None) -> Array:
-        """`x` in this layout, rotated along its last axis."""
+        """Lays `x` out so, and rotates it along its last axis."""
         y = reshape(x.transpose(self._order), self.shape(x.shape))
         return y if rotation is None else rotation.rotate(y)
 
     def back(self, y: Any, shape: Sequence[int]) -> Any:
-        """An array of `shape`, of JAX or NumPy, from its layout."""
+        """Returns an array of `shape`, of JAX or NumPy, from its layout."""
         order = self._order
         inverse = sorted(range(len(order)), key=order.__getitem__)
         return reshape(y, [shape[axis] for axis in order]).transpose(inverse)
 
     def entries(self, entries: Sequence[Any], shape: Sequence[int]) -> tuple[Any, ...]:
-        """The entries of a `PartitionSpec` for the layout of an array, with a stack in front, from those of its axes.
+        """Returns the entries of a `PartitionSpec` for the layout of an array, with a stack in front.
 
-        Of the axes that become one, the first keeps its entry.
+        They come from the entries of its axes. Of the axes that become one, the first keeps its entry.
         """
         entries, stack = (*entries, *[None] * (len(shape) - len(entries))), len(shape) - len(self._order)
         first = next((axis for axis in self.contracting if shape[stack + axis] > 1), None)
@@ -320,11 +319,11 @@ class OperandLayout:
         return (*front, None if first is None else entries[stack + first])
 
     def spec_in_place(self, spec: Spec, shape: Sequence[int]) -> Spec | None:
-        """A spec that rounds an array of `shape` with its own axes as `spec` does in this layout, or None.
+        """Returns a spec that rounds an array of `shape` with its own axes as `spec` does in this layout, or None.
 
-        It is `spec` itself if the layout is that of the array, or there are no groups. Groups along one axis need not
-        be moved. But drawn bits depend on the layout, and so do sums over a group, where a rule takes some, and groups
-        of scales.
+        It is `spec` itself if the layout is the array's own, or there are no groups. Groups along one axis need not be
+        moved. But drawn bits depend on the layout, and so do sums over a group, if a rule has some, and groups of
+        scales.
         """
         fmt, backward, order = spec.format, spec.gradient.round, self._order
         if not isinstance(fmt, ScaledFormat) or (fmt.group is None and fmt.channel is None and fmt.sparse is None):

@@ -28,15 +28,15 @@ Array = jax.Array
 
 @call_hint("jchop.dot(x, w) of codes, or jchop.math.dot(x, w, 'bfloat16') of floats in an arithmetic")
 def dot(x: Any, w: Any, *, dtype: Any = None) -> Array:
-    """The product of the last axis of `x` and the last but one of `w`, of codes where an operand is stored.
+    """Multiplies the last axis of `x` with the last but one of `w`, by codes where an operand is stored.
 
     Args:
         x: a `QArray` or a float array, (..., k).
         w: a `QArray` or a float array, (k, n).
-        dtype: of the result. Default: that of both operands together.
+        dtype: the dtype of the result. Default: the common dtype of both operands.
 
     Returns:
-        (..., n). The sum is that of `einsum`.
+        The product, (..., n), with sums as in `einsum`.
 
     Raises:
         TypeError, ValueError: as `einsum`.
@@ -58,26 +58,26 @@ def dot(x: Any, w: Any, *, dtype: Any = None) -> Array:
 
 @call_hint("jchop.einsum(subscripts, x, w) of codes, or jchop.math.einsum(subscripts, x, w, spec) of floats")
 def einsum(subscripts: str, x: Any, w: Any, *, dtype: Any = None) -> Array:
-    """`jax.numpy.einsum` of two arrays, of codes where an operand is stored.
+    """Computes `jax.numpy.einsum` of two arrays, by codes where an operand is stored.
 
-    Integers of at most 8 bits are summed exactly in blocks that share their scales; the sums are scaled and added from
-    the first block to the last, each step rounded in float32. Codes of floats are multiplied as float8 where they have
-    such values. An operand that is no `QArray` is multiplied as it is, by elements in floating point. The derivative
-    with respect to it is that of the product with the stored numbers; stored arrays have none.
+    Integers of at most 8 bits are summed exactly in blocks that share their scales. The sums are scaled and added from
+    the first block to the last, each step rounded in float32. Codes of floats are multiplied as float8 where float8 has
+    their values. An operand that is no `QArray` is multiplied as it is, by elements in floating point. Its derivative
+    is the derivative of the product with the stored numbers. Stored arrays have no derivative.
 
     Args:
-        subscripts: as ``"ij,jk->ik"``, with the result.
+        subscripts: a text as ``"ij,jk->ik"``, with the result.
         x: a `QArray` or a float array.
         w: a `QArray` or a float array.
-        dtype: of the result. Default: that of both operands together.
+        dtype: the dtype of the result. Default: the common dtype of both operands.
 
     Returns:
         The product.
 
     Raises:
         TypeError: if neither operand is a `QArray`.
-        ValueError: for other subscripts; for a format whose codes cannot be multiplied, or whose groups are no blocks
-            along the sum; for shapes that do not fit.
+        ValueError: for other subscripts, shapes that do not fit, a format whose codes cannot be multiplied, or groups
+            that are no blocks along the sum.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -96,19 +96,19 @@ def einsum(subscripts: str, x: Any, w: Any, *, dtype: Any = None) -> Array:
 
 
 def ragged_dot(x: Any, w: Any, group_sizes: Any, *, dtype: Any = None) -> Array:
-    """`jax.lax.ragged_dot`: rows times the matrices of the experts they belong to, of codes where an operand is stored.
+    """Multiplies rows with the matrices of their experts (`jax.lax.ragged_dot`), by codes where an operand is stored.
 
-    The first ``group_sizes[0]`` rows of `x` are multiplied by ``w[0]``, the next by ``w[1]``, and so on; rows beyond
+    The first ``group_sizes[0]`` rows of `x` are multiplied by ``w[0]``, the next by ``w[1]``, and so on. Rows beyond
     them give zeros.
 
     Args:
         x: a `QArray` or a float array, (m, k).
         w: a `QArray` or a float array, (experts, k, n).
         group_sizes: the number of rows of each expert, integers of shape (experts,).
-        dtype: of the result. Default: that of both operands together.
+        dtype: the dtype of the result. Default: the common dtype of both operands.
 
     Returns:
-        (m, n). Each sum is that of `einsum`.
+        The products, (m, n), with sums as in `einsum`.
 
     Raises:
         TypeError, ValueError: as `einsum`.

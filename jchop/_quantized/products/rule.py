@@ -42,50 +42,49 @@ class Rule(FieldsRepr):
     A layer computes ``output(product(activation(x), weight(w)) + bias(b))``. A field that is None rounds nothing, so a
     rule with only a path leaves its layers unchanged.
 
-    The axes of a scaled format are those of an operand laid out for its product: the contracted axes come last, joined
-    into one. So ``"mxfp8_e4m3"`` has blocks along the sum in every product, forward and backward; ``"int8(group=all)"``
-    has a scale for each output channel of a weight and for each row (token) of an activation; ``"int8"``
-    has one for the whole tensor. Arrays that enter no product (embeddings, biases, outputs, scales of norms) keep their
-    own axes.
+    A scaled format counts the axes of an operand laid out for its product: the contracted axes come last, joined into
+    one. So ``"mxfp8_e4m3"`` has blocks along the sum in every product, forward and backward. ``"int8(group=all)"`` has
+    a scale for each output channel of a weight and for each row (token) of an activation. ``"int8"`` has one for the
+    whole tensor. Arrays that enter no product (embeddings, biases, outputs, scales of norms) keep their own axes.
 
     Args:
         path: a pattern for consecutive parts of the path of a layer or parameter, [](patterns.md): ``"head"``,
-            ``"blocks/*/mlp"``, ``"*norm* !final"``; submodules match too, unless it ends with a slash: ``"block/"``;
+            ``"blocks/*/mlp"``, ``"*norm* !final"``. Submodules match too, unless it ends with a slash: ``"block/"``.
             ``"/"`` is the model itself. Default ``"*"``: every layer.
         layer: a pattern for the class of the layer, or of the module or node that holds a parameter: ``"Linear"``,
             ``"{Conv,ConvTranspose}"``, ``"!Embed"``. Default None: any.
-        operation: a pattern for what is computed: ``"dot_general"`` (matrix products and einsums), ``"conv"``,
-            ``"ragged_dot"``, ``"embedding"`` (rows that are looked up). A parameter is of its first product. Default
-            None: any, and layers that have none, as norms.
-        weight: the spec of the kernel or the embedding: a `Spec`, a format, a scaled format, or text. A rule that
-            decides norms alone, in a model of layers, rounds their scales to it; every other rule leaves them.
-        activation: the spec of the layer's input; in attention of queries, keys, values and attention weights. The
-            input of a norm is rounded as its scale: by a rule that decides norms alone.
+        operation: a pattern for the computation: ``"dot_general"`` (matrix products and einsums), ``"conv"``,
+            ``"ragged_dot"``, ``"embedding"`` (rows that are looked up). A parameter belongs to its first product.
+            Default None: any, and layers without one, as norms.
+        weight: the spec of the kernel or the embedding: a `Spec`, a format, a scaled format, or text. In a model of
+            layers, a rule that decides norms alone rounds their scales to it; every other rule leaves them.
+        activation: the spec of the layer's input. In attention it is for queries, keys, values and attention weights.
+            The input of a norm is rounded as its scale: by a rule that decides norms alone.
         output: the spec of the layer's result.
         bias: the spec of the bias.
-        gradient: the spec of the incoming gradient g in both backward products, dx = g w and dw = x g. If it is given,
-            each of the three products rounds its operands in its own layout, x and w from full precision. Formats that
-            round a matrix and its transpose to the same numbers (no groups, one scale, square tiles) are applied once,
-            in the forward product. Default None: backward products use the rounded operands of the forward product.
+        gradient: the spec of the incoming gradient g in both backward products, dx = g w and dw = x g. With it, each of
+            the three products rounds its operands in its own layout, x and w from full precision. Some formats round a
+            matrix and its transpose to the same numbers (no groups, one scale, square tiles). They are applied once, in
+            the forward product. Default None: backward products use the rounded operands of the forward product.
         input_gradient: the spec of both operands of the product dx = g w, instead of `gradient` and `weight`.
         weight_gradient: the spec of both operands of the product dw = x g, instead of `activation` and `gradient`;
             ``"binary32"`` keeps it in float32.
-        rotation: a `Hadamard`: both operands of the product dw, or of both backward products, are rotated along the sum
-            before they are rounded, from full precision. It needs the spec of a gradient, and products whose rows are
-            independent: of matrices, not convolutions or experts. One with ``products="forward"`` is of the forward
-            product instead: of matrices and experts, in programs (`jchop.quantize_fn`), not in layers. One with
-            ``products="all"`` is of all three: of matrices, in programs.
-        cache: the spec of the keys and values that MultiHeadAttention stores for decoding, packed: a plain format, or
-            one with scales for each token and head, such as ``"int8(group=all)"``.
-        matmul: a `jchop.MatmulSpec`: products and sums in an emulated arithmetic, in matrix products forward and
+        rotation: a `Hadamard`, which rotates both operands of the product dw, or of both backward products, along the
+            sum. It rotates before they are rounded, from full precision. It needs the spec of a gradient, and products
+            whose rows are independent: of matrices, not convolutions or experts. ``products="forward"`` rotates the
+            forward product instead: of matrices and experts, in programs (`jchop.quantize_fn`), not in layers.
+            ``products="all"`` rotates all three: of matrices, in programs.
+        cache: the spec of the keys and values that MultiHeadAttention stores for decoding, packed. A plain format, or
+            one with scales for each token and head, as ``"int8(group=all)"``.
+        matmul: a `jchop.MatmulSpec`, the emulated arithmetic of products and sums: in matrix products forward and
             backward, in convolutions only forward.
         scale_from: the source of the scales of the kernel and of the layer's input: `MovingAverage`, `DelayedScaling`
-            or `LSQ`, in Linear, LinearGeneral, Einsum and Conv; it has no effect on other layers and operands. Under
-            such scales an operand is rounded once, for all three products. Default None: from each array itself.
-        product: ``"float"``: rounded operands are multiplied as floats, in the carrier. ``"codes"``: their codes are
-            multiplied and the sums scaled, as the units of chips do; [](products.md) states the sum. A ``gradient`` has
-            the backward products computed so, too; without one they are those of floats. ``"auto"``: codes in products
-            of matrices that read a weight alone as it is stored, else floats. Default None: ``"float"``; in
+            or `LSQ`. It is for Linear, LinearGeneral, Einsum and Conv, and has no effect on other layers and operands.
+            Under these scales an operand is rounded once, for all three products. Default None: from each array itself.
+        product: ``"float"`` multiplies rounded operands as floats, in the carrier. ``"codes"`` multiplies their codes
+            and scales the sums, as the units of chips do; [](products.md) states the sum. With a ``gradient`` the
+            backward products are of codes, too, and without one of floats. ``"auto"`` multiplies codes in products of
+            matrices that read a weight alone as it is stored, else floats. Default None: ``"float"``; in
             ``mode="weight_only"`` ``"auto"``, unless there is a `scale_from`.
         stochastic_stream: the stream of `flax.nnx.Rngs` for stochastic roundings. Default ``"rounding"``.
 
@@ -191,17 +190,17 @@ class Rule(FieldsRepr):
 
     @classmethod
     def from_qwix(cls, rules: Any) -> list[Rule]:
-        """Read rules of qwix: those of MaxText, Tunix and tpu-inference.
+        """Converts rules of qwix, which MaxText, Tunix and tpu-inference use.
 
-        The rules round what qwix rounds; [](patterns.md) has a table of all fields.
+        The rules round the same tensors as in qwix; [](patterns.md) has a table of all fields.
 
         Args:
-            rules: a rule of qwix (`QuantizationRule`, `QtRule`, `LoraRule`), a dict with the same fields, several of
-                them, or the dict of a YAML file around them.
+            rules: a rule of qwix (`QuantizationRule`, `QtRule`, `LoraRule`), or a dict with the same fields. Or several
+                of them, or the dict of a YAML file around them.
 
         Raises:
-            TypeError: for what is no rule.
-            ValueError: for a field that rules of jchop have no equal for. The message names what comes nearest.
+            TypeError: for an argument that is no rule.
+            ValueError: for a field without an equal in rules of jchop. The message names the nearest one.
 
         Example:
             >>> import jchop as jc
@@ -213,19 +212,19 @@ class Rule(FieldsRepr):
 
     @classmethod
     def from_hf(cls, quantization_config: Any) -> list[Rule]:
-        """Read the ``quantization_config`` of a model of Hugging Face.
+        """Converts the ``quantization_config`` of a model of Hugging Face to rules.
 
-        The rules are for linear layers, with the names of the checkpoint as paths, but for ``model.`` in front of them.
-        [](patterns.md) has a table of all fields.
+        The rules are for linear layers. Their paths are the names of the checkpoint without ``model.`` in front. A
+        table of all fields is in [](patterns.md).
 
         Args:
             quantization_config: a dict, an object with a method ``to_dict``, or the whole ``config.json`` around it.
                 Its method is compressed-tensors, gptq, awq, fp8, bitsandbytes, torchao, modelopt or mxfp4.
 
         Raises:
-            TypeError: for what is no dict.
-            ValueError: for another method, or a field that rules of jchop have no equal for. The message names what
-                comes nearest.
+            TypeError: for an argument that is no dict.
+            ValueError: for another method, or a field without an equal in rules of jchop. The message names the nearest
+                one.
 
         Example:
             >>> import jchop as jc
@@ -241,7 +240,7 @@ class Rule(FieldsRepr):
         Args:
             path: the attribute names and indexes of the layer, joined by slashes.
             layer: its class, by name; empty if there is none.
-            operation: what it computes; empty if nothing of `operation`.
+            operation: its computation, one of the names of `operation`; empty for none.
 
         Example:
             >>> import jchop as jc
@@ -253,7 +252,7 @@ class Rule(FieldsRepr):
         return self.selects((path,), layer, operation)
 
     def selects(self, paths: Sequence[str], layer: str, operation: str) -> bool:
-        """As `matches`, of what is known by several paths, such as its own and that of its module."""
+        """Whether the rule matches any of several paths, as its own and the path of its module."""
         return matches_path(self.path, *paths) and all(
             pattern is None or (bool(name) and matches_path(pattern, name))
             for pattern, name in ((self.layer, layer), (self.operation, operation))

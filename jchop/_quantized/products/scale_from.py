@@ -13,14 +13,14 @@ from jchop.formats import FloatFormat, ScaledFormat
 
 @dataclass(frozen=True)
 class MovingAverage:
-    """Scales of activations from a moving average of their ranges (EMA): ordinary state of the model.
+    """Scales of activations from a moving average of their ranges (EMA), which is state of the model.
 
     In training mode each call moves the range, ``r <- decay r + (1 - decay) (min, max)``, and rounds under the moved
-    one; the first range is that of the first array. After ``model.eval()`` the range stays, as the averages of a
-    batch norm do; so do scales.
+    one. The first range is the range of the first array. After ``model.eval()`` the range and the scales stay, as the
+    averages of a batch norm do.
 
     Args:
-        decay: how much of the range stays, from 0 to 1, 1 excluded. Default 0.99.
+        decay: the share of the range that stays, from 0 to 1, 1 excluded. Default 0.99.
 
     Source: Jacob et al., "Quantization and training of neural networks", 2018, section 3.1.
 
@@ -44,17 +44,18 @@ class MovingAverage:
 
 @dataclass(frozen=True)
 class DelayedScaling:
-    """Scales from the largest magnitudes of earlier steps (delayed scaling): ordinary state of the model.
+    """Scales from the largest magnitudes of earlier steps (delayed scaling), which are state of the model.
 
-    An activation or a weight is rounded under the scale that its history asks for, and then its own largest magnitude
-    becomes part of that. So a scale is known before the array is; larger numbers than any of the history overflow, as
-    the format says. Before there is a history the array's own magnitude counts. After ``model.eval()`` the history
-    stays. A gradient has none: it is known in the backward pass alone, which gives nothing back but gradients, so its
-    scale comes from the gradient itself.
+    An activation or a weight is rounded under the scale of its history. Then its own largest magnitude becomes part of
+    the history. So a scale is known before the array is. Numbers larger than any of the history overflow, as the format
+    says. Before there is a history the array's own magnitude counts. After ``model.eval()`` the history stays. A
+    gradient has no history, because the backward pass returns nothing but gradients. Its scale comes from the gradient
+    itself.
 
     Args:
-        length: how many steps it holds, at least 1. Default 1024, as NVIDIA's Transformer Engine.
-        take: the magnitude that counts: ``"max"``, the largest (default), or ``"last"``, the most recent.
+        length: the number of steps in the history, at least 1. Default 1024, as in NVIDIA's Transformer Engine.
+        take: the magnitude of the history that counts: ``"max"``, the largest (default), or ``"last"``, the most
+            recent.
 
     Source: Micikevicius et al., "FP8 formats for deep learning", 2022; NVIDIA's Transformer Engine, ``DelayedScaling``.
 
@@ -80,16 +81,16 @@ class DelayedScaling:
 
 @dataclass(frozen=True)
 class LSQ:
-    """Scales that are parameters, trained along with the rest (LSQ).
+    """Scales that are parameters, trained with the others (LSQ).
 
-    A weight's scales start as the format's rule gives them; an activation's, one for the whole array, as `calibrate`
-    finds it. Each is a `LearnedScale`. With v the number, s its scale, x = s e the rounded number and [m, M] the
-    elements, the gradient of x is that of the paper: in s, e - v/s where m < v/s < M, else e (which then is m or M);
-    in v, 1 where m < v/s < M, else 0.
+    A weight's scales start as the format's rule gives them. An activation has one scale for the whole array, which
+    `calibrate` finds. Each is a `LearnedScale`. Let v be the number, s its scale, x = s e the rounded number and [m, M]
+    the range of elements. The gradient of x follows the paper. In s it is e - v/s where m < v/s < M, else e (which then
+    is m or M). In v it is 1 where m < v/s < M, else 0.
 
     Args:
-        factor: multiply the gradient of a scale by 1/sqrt(n M), n the numbers that share it; of an activation, those of
-            one example (its first axis counts examples). Default True.
+        factor: whether the gradient of a scale is multiplied by 1/sqrt(n M), with n the count of numbers that share it.
+            For an activation n counts the numbers of one example (its first axis counts examples). Default True.
 
     Source: Esser et al., "Learned step size quantization", ICLR 2020.
 

@@ -91,17 +91,17 @@ def _operand_kind(spec: Spec | None) -> str:
 
 @dataclass(frozen=True)
 class ParameterRow:
-    """What happens to a parameter.
+    """A parameter of a program: its rule, its use and its rounding.
 
     Args:
         path: its path, joined by slashes.
         shape: its shape.
         rule: the rule that matches it, as text; empty for none.
-        primitive: the first product or look-up that takes it; else the first operation that computes with it and data.
-        use: ``"product"``, ``"rows"`` (look-ups), ``"sum"`` (a bias), ``"other"``; empty if nothing takes it.
-        spec: what it is rounded to, with the groups along its own axes; empty if it is not rounded.
+        primitive: the first product or look-up that reads it; else the first operation that computes with it and data.
+        use: ``"product"``, ``"rows"`` (look-ups), ``"sum"`` (a bias), ``"other"``; empty if nothing reads it.
+        spec: the spec of its rounding, with the groups along its own axes; empty if it is not rounded.
         source: file and line of the primitive.
-        reason: why it is not rounded though its rule would; empty if nothing prevents it.
+        reason: why it is not rounded although its rule would round it; empty if nothing prevents it.
     """
 
     path: str
@@ -115,24 +115,24 @@ class ParameterRow:
 
     @property
     def size(self) -> int:
-        """How many numbers it has."""
+        """The count of its numbers."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class ProductRow:
-    """What happens to the operands of a product.
+    """A product of a program: its rule and the roundings of its operands.
 
     Args:
         scope: the path of its `jax.named_scope` and `jax.jit` names.
         primitive: its name, with the reason if its operands cannot be rounded.
         parameters: the paths of the parameters that reach it.
         rule: its rule, as text; empty for none.
-        roundings: the fields of the rule that have an effect beside that of the weight, as text.
+        roundings: the fields of the rule that have an effect, the weight's apart, as text.
         source: file and line.
-        operands: the types of the operands that reach the units of the platform of the report; empty without one, and
+        operands: the types of the operands that reach the units of the report's platform. Empty without a platform, and
             for a product without a rule.
-        note: that a constant of the program is rounded, and the rule that leaves it as it is; empty if none is.
+        note: a remark if a constant of the program is rounded, with the rule that would leave it as it is; else empty.
     """
 
     scope: str

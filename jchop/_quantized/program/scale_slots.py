@@ -38,15 +38,14 @@ def state_kind(name: str) -> str:
 
 
 class Scales(NamedTuple):
-    """The kept scales of a program: a pytree, in the manner of an Optax state.
+    """The kept scales of a program: a pytree, like an Optax state.
 
     Args:
-        learned: scales that are parameters (`LSQ`), by name: train them along with the model's.
-        stats: ranges (least, largest) and histories of magnitudes, by name, which calls on data update.
+        learned: scales that are parameters (`LSQ`), by name. Train them with the model's.
+        stats: ranges (least, largest) and histories of magnitudes, by name. Calls on data update them.
 
-    A name is the path of the parameter whose product it is for, then ``activation`` or ``weight``, then ``range``,
-    ``history`` or ``scale``: ``"mlp/kernel_activation_range"``. Those of a stack of layers, in a scan, have its axis in
-    front.
+    A name is the path of the product's parameter, then ``activation`` or ``weight``, then ``range``, ``history`` or
+    ``scale``: ``"mlp/kernel_activation_range"``. Scales of a stack of layers, in a scan, have its axis in front.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -63,7 +62,7 @@ class Scales(NamedTuple):
 
     @property
     def entries(self) -> dict[str, Array]:
-        """All of them, by name."""
+        """All scales, ranges and histories, by name."""
         return {**self.stats, **self.learned}
 
 
@@ -87,7 +86,7 @@ class ScaleSlot:
         name: of its entry.
         spec: of the operand.
         source: the rule's; None for a range that `calibrate` may fix.
-        loops: of the scans around it, the lengths, and whether it has an entry for each iteration.
+        loops: the lengths of the scans around it, and whether it has an entry for each turn.
         place: of the product, for errors.
         in_branch: whether calls may not reach it.
     """
@@ -101,12 +100,12 @@ class ScaleSlot:
 
     @property
     def stack(self) -> tuple[int, ...]:
-        """The axes in front of its entry, those of stacks of layers."""
+        """The axes of stacks of layers in front of its entry."""
         return tuple(length for length, own in self.loops if own)
 
     @property
     def kind(self) -> str:
-        """What is kept."""
+        """The kind of its entry."""
         return RANGE if self.source is None else _STATE_KINDS[type(self.source)]
 
     @property

@@ -299,12 +299,12 @@ class Quantized:
     rules: tuple[Rule, ...]
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-        """The variables of the module, and those that rules with `scale_from` keep (`start`); a packed cache.
+        """Returns the variables of the module, with the scales that rules keep (`start`) and a packed cache.
 
-        Parameters are those of the module, bit for bit.
+        Parameters equal the module's, bit for bit.
 
         Args:
-            rngs: a key, or streams of keys by name, including those of stochastic rules.
+            rngs: a key, or streams of keys by name, including the streams of stochastic rules.
             args: arguments of the module. Pass data, because their range is the initial value of an activation's
                 learned scale.
             kwargs: keyword arguments of the module and of Linen's `init`.
@@ -317,15 +317,15 @@ class Quantized:
         return self.start(variables, *args, rngs=rngs, **options)
 
     def start(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
-        """Variables of the module, for example trained ones, with the scales that rules keep (`scale_from`).
+        """Adds the scales that rules keep (`scale_from`) to variables of the module, for example trained ones.
 
-        Learned scales are parameters beside those that they are for (``kernel_weight_scale``); ranges and histories
-        are in the collection ``"scale_stats"``, as `jchop.quantize_fn` names them.
+        Learned scales are parameters beside the parameters that they scale (``kernel_weight_scale``). Ranges and
+        histories are in the collection ``"scale_stats"``, as `jchop.quantize_fn` names them.
 
         Args:
-            variables: variables of the module, not packed; scales among them are kept. If they have no ``"cache"``, and
-                layers that decode have a rule with `cache`, an empty packed cache is added, for sequences as long as
-                those in `args`.
+            variables: variables of the module, not packed; scales among them are kept. An empty packed cache is added
+                if they have no ``"cache"`` and layers that decode have a rule with `cache`. It is for sequences as long
+                as in `args`.
             args: arguments of the module: data, if activations have learned scales.
             rngs: streams of keys by name.
             kwargs: as of `apply`.
@@ -356,13 +356,13 @@ class Quantized:
         self, variables: Any, batches: Iterable[Any], *, method: str = "minmax", combine: str = "widest",
         rngs: Any = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Variables with fixed ranges of activations, found by running the module on data; as `jchop.nn.calibrate`.
+        """Runs the module on data and returns variables with fixed ranges of activations, as `jchop.nn.calibrate`.
 
         Args:
             variables: variables of the module, packed or not, with the scales that rules keep.
-            batches: inputs of the module, a tuple of several or one each.
-            method: as of `jchop.nn.calibrate`.
-            combine: as of `jchop.nn.calibrate`.
+            batches: inputs of the module: tuples, or the only argument.
+            method: as in `jchop.nn.calibrate`.
+            combine: as in `jchop.nn.calibrate`.
             rngs: streams of keys by name.
             kwargs: as of `apply`.
         """
@@ -375,22 +375,22 @@ class Quantized:
         return {**variables, **_param_and_scale_collections(params, scales)}
 
     def apply(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
-        """The result of the module under the rules, with the arguments of Linen's `apply`, ``method`` too.
+        """Returns the result of the module under the rules, with the arguments of Linen's `apply`, ``method`` too.
 
         A call with ``mutable=["scale_stats"]`` updates ranges and histories, and returns them with the result, like
-        training mode in NNX; a call without it does not change them. A packed cache takes the new token with
-        ``mutable=["cache"]``. A rule whose weight rounds nothing in this call is no error, since another method may use
-        the parameter; `pack` refuses it.
+        training mode in NNX. A call without it does not change them. With ``mutable=["cache"]`` the new token is added
+        to a packed cache. A rule whose weight rounds nothing in this call is no error, since another method may use the
+        parameter; `pack` refuses it.
 
         Args:
             variables: variables of the module, packed or not, with the scales that rules keep.
             args: arguments of the module.
-            rngs: streams of keys by name, with that which a stochastic rule names. With a stream ``"dropout"`` adapters
-                have the dropout of their rules.
-            kwargs: of the module and of Linen's `apply`.
+            rngs: streams of keys by name, with the stream that a stochastic rule names. With a stream ``"dropout"``
+                adapters have the dropout of their rules.
+            kwargs: keyword arguments of the module and of Linen's `apply`.
 
         Raises:
-            ValueError: as `jchop.quantize_fn`; for an `output` or a `cache` without effect.
+            ValueError: as `jchop.quantize_fn`. For an `output` or a `cache` without effect.
         """
         key, adapters = self.key(rngs), lora_adapters(variables)
         if not isinstance(rngs, Mapping) or "dropout" not in rngs:
@@ -417,22 +417,22 @@ class Quantized:
         rngs: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """The variables with the rounded parameters stored packed, in their own shapes and boxes, for `apply`.
+        """Packs the rounded parameters of the variables, in their own shapes and boxes, for `apply`.
 
         The learned scale of a parameter becomes a part of it.
 
         Args:
             variables: variables of the module, with the scales that rules keep.
-            args: example arguments, of which only shapes are used; not with `batches`.
-            batches: arguments of the module, tuples or the only argument: weights are rounded with these data. Default
+            args: example arguments, or their shapes; not with `batches`.
+            batches: arguments of the module, tuples or the only argument. Weights are rounded with these data. Default
                 None.
-            steps: as of `jchop.QuantizedFunction.pack`.
+            steps: as in `jchop.QuantizedFunction.pack`.
             return_report: whether a `jchop.ptq.PtqReport` is returned, too; it needs `batches`. Default False.
             rngs: streams of keys by name.
             kwargs: as of `apply`.
 
         Raises:
-            ValueError: as `apply`; for a rule with a weight that rounds nothing, or with a `DelayedScaling`.
+            ValueError: as `apply`. For a rule with a weight that rounds nothing, or with a `DelayedScaling`.
         """
         key = self.key(rngs)
         if batches is not None:
@@ -457,7 +457,7 @@ class Quantized:
     def report(
         self, variables: Any, *args: Any, rngs: Any = None, platform: str | None = None, **kwargs: Any
     ) -> ProgramReport:
-        """What happens to each parameter and each product; arguments as those of `pack`, and a platform."""
+        """Lists the roundings of each parameter and each product; arguments as in `pack`, and a platform."""
         function, operands, _, norms = self._prepare(variables, args, rngs, kwargs)
         report = function.report(*operands, platform=platform)
         specs = {"/".join((*path, "scale")): str(norm.scale.spec) for path, norm in norms if norm.scale is not None}
@@ -465,7 +465,7 @@ class Quantized:
         return replace(report, parameters=tuple(rows))
 
     def traced(self, variables: Any, args: Any, rngs: Any, kwargs: Any) -> tuple[Any, CallArguments]:
-        """The planned program, with the call of its function."""
+        """Returns the planned program, with the call of its function."""
         function, operands, _, _ = self._prepare(variables, args, rngs, kwargs)
         return function.traced(*operands)
 

@@ -131,7 +131,7 @@ class QuantizedParam(nnx.Variable):
     `flax.nnx.Param`: codes have no gradient, and filters for trainable parameters ignore it.
 
     An annotation `out_sharding` is for the axes of the array. The codes have it, and each scale as far as its shape
-    can be cut so; `flax.nnx.get_partition_spec` gives a `jax.sharding.PartitionSpec` for each.
+    allows these cuts. `flax.nnx.get_partition_spec` gives a `jax.sharding.PartitionSpec` for each.
 
     Example:
         >>> from flax import nnx
@@ -150,13 +150,13 @@ class QuantizedParam(nnx.Variable):
             self.set_value(put_on_devices(self.get_raw_value(), where))
 
     def copy(self, *value: Any, **updates: Any) -> Any:
-        """As of `flax.nnx.Variable`. A sharding, or a shape with one, becomes that of each leaf of codes and scales."""
+        """Copies as `flax.nnx.Variable` does. A sharding, or a shape with one, is adapted to each leaf."""
         return super().copy(*(self._of_leaves(one) for one in value), **updates)
 
     replace = copy
 
     def set_value(self, value: Any, **more: Any) -> None:
-        """As of `flax.nnx.Variable`, with shardings as `copy`."""
+        """Sets the value as `flax.nnx.Variable` does, with shardings as in `copy`."""
         super().set_value(self._of_leaves(value), **more)
 
     def _of_leaves(self, value: Any) -> Any:

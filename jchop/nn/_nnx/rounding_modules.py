@@ -48,9 +48,9 @@ T = TypeVar("T")
 
 
 class ActivationRange(nnx.Variable):
-    """The range (least, largest) of a layer's input that its scale is made for, as `calibrate` found it.
+    """The range (least, largest) of a layer's input, from which its scale is computed; `calibrate` finds it.
 
-    It is ordinary state of the model, saved and restored with it, and may be set by hand.
+    It is state of the model, saved and restored with it, and may be set by hand.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -66,7 +66,7 @@ class ActivationRange(nnx.Variable):
 class AmaxHistory(nnx.Variable):
     """The largest magnitudes of an operand in earlier steps, the most recent first; zeros for missing steps.
 
-    It is ordinary state of the model, as the averages of a batch norm.
+    It is state of the model, as the averages of a batch norm.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -79,7 +79,7 @@ class AmaxHistory(nnx.Variable):
 
 
 class LearnedScale(nnx.Param):
-    """A scale that is trained, in the form of `jchop.fit_scale`; it has to stay above zero.
+    """A scale that is trained, in the form of `jchop.fit_scale`; it must stay above zero.
 
     Filters tell it from other parameters, for example to give it a learning rate of its own.
 

@@ -39,10 +39,10 @@ class LoraRule:
         rank: the number of columns of A and rows of B.
         alpha: the numerator of the factor. Default: `rank`, so that the factor is 1.
         dropout: the rate of dropout of x on its way to A, from 0 up to 1. Default 0.
-        init: ``"zeros"``: A is random and B zero, so the first output equals the base's. ``"loftq"``: A B is the best
-            approximation of this rank of the error of the packed weight (Li et al., arXiv 2310.08659, one step).
-            ``"pissa"``: A B approximates the weight itself, and the base is the rest, packed again (Meng et al., arXiv
-            2404.02948). Default ``"zeros"``.
+        init: ``"zeros"`` (default): A is random and B zero, so the first output equals the base's. ``"loftq"``: A B is
+            the best approximation of this rank of the error of the packed weight (Li et al., arXiv 2310.08659, one
+            step). ``"pissa"``: A B approximates the weight itself, and the base is the rest, packed again (Meng et al.,
+            arXiv 2404.02948).
 
     Raises:
         TypeError, ValueError: for a field out of range.
@@ -68,14 +68,14 @@ class LoraRule:
 
     @classmethod
     def from_qwix(cls, rules: Any) -> list[LoraRule]:
-        """Read rules of qwix for adapters, as Tunix and MaxText have them; `jchop.Rule.from_qwix` reads their formats.
+        """Converts rules of qwix for adapters (Tunix, MaxText); `jchop.Rule.from_qwix` reads their formats.
 
         Args:
             rules: a `LoraRule` of qwix, a dict with the same fields, several of them, or a dict around them.
 
         Raises:
-            TypeError: for what is no rule.
-            ValueError: for a field that rules of jchop have no equal for. The message names what comes nearest.
+            TypeError: for an argument that is no rule.
+            ValueError: for a field without an equal in rules of jchop. The message names the nearest one.
 
         Example:
             >>> import jchop as jc

@@ -343,14 +343,14 @@ def _as_jax_leaf(value: Any) -> Any:
 class InputStatistics:
     """The inputs x of the product of a parameter, over all rows (tokens) of the data.
 
-    A parameter that is a stack of layers has the turns of the loop as leading axes; the second axis from there is that
-    of a batch of products (experts, groups of a convolution), of length 1 if there is none.
+    For a stack of layers the turns of the loop are leading axes. The axis after them counts a batch of products
+    (experts, groups of a convolution); its length is 1 if there is none.
 
     Args:
         gram: the mean of x x^T, (batch, summed, summed), in float32 (float64 for inputs of that dtype).
         mean_abs: the mean of abs(x), (batch, summed).
         max_abs: the largest abs(x), (batch, summed).
-        count: how many rows there were, (batch,).
+        count: the number of rows, (batch,).
     """
 
     gram: Array
@@ -363,8 +363,8 @@ class Statistics(dict[str, InputStatistics]):
     """`InputStatistics` by the path of the parameter.
 
     Args:
-        found: those of the parameters whose inputs were summed up.
-        left_out: of other parameters that reach a product, the reason.
+        found: the statistics of the parameters whose inputs were summed up.
+        left_out: the reason for each other parameter that reaches a product.
     """
 
     def __init__(self, found: Mapping[str, InputStatistics], left_out: Mapping[str, str]) -> None:
@@ -383,27 +383,27 @@ class Statistics(dict[str, InputStatistics]):
 def statistics(
     fun: Callable[..., Any], params: Any, batches: Iterable[Any], *, progress: Callable[[int], object] | None = None
 ) -> Statistics:
-    """The second moments and magnitudes of the inputs of all products of parameters and data, in one pass.
+    """Measures the second moments and magnitudes of the inputs of all products of parameters and data, in one pass.
 
-    The program that JAX traces of `fun` shows the products: `rounded_dot_general` with any contracted axes and axes of
-    a batch, convolutions (their patches) and `ragged_dot`, each group by itself; also within `jit`, `remat`, branches,
-    and `scan`, where each turn over a stack of parameters has statistics of its own. So has each layer of a stack, if
-    all products take layers by constant indexes. Inputs are multiplied in float32 in full precision, 1,024 rows at a
-    time; sums beyond are compensated, so that they do not depend on the number of batches.
+    JAX traces `fun`, and the program shows the products. These are `rounded_dot_general` with any contracted axes and
+    axes of a batch, convolutions (their patches) and `ragged_dot`, each group by itself. They may be within `jit`,
+    `remat`, branches, and `scan`, where each turn over a stack of parameters has statistics of its own. So has each
+    layer of a stack, if all products read layers by constant indexes. Inputs are multiplied in float32 in full
+    precision, 1,024 rows at a time. Further sums are compensated, so that they do not depend on the number of batches.
 
     Args:
         fun: a function of a pytree of parameters, and of anything else.
         params: the parameters.
         batches: arguments after the parameters: tuples, or the only argument. One is in memory at a time.
-        progress: called with the number of batches that were run. Default None.
+        progress: a function of the number of batches that were run. Default None.
 
     Returns:
-        A `Statistics`: a mapping from paths (as in `jchop.quantize_fn`) to `InputStatistics`; its `left_out` says which
-        parameters of products are not looked at, and why: those within `while` loops and `shard_map`, those that are
-        computed with before the product, and parts of an axis.
+        A `Statistics`: a mapping from paths (as in `jchop.quantize_fn`) to `InputStatistics`. Its `left_out` says which
+        parameters of products have none, and why. Reasons are `while` loops and `shard_map` around a product,
+        computations with a parameter before its product, and parts of an axis.
 
     Raises:
-        TypeError: for batches that are none.
+        TypeError: for `batches` of another type.
         ValueError: for no batch, or NaN and infinities in the inputs of a product.
 
     Example:

@@ -28,7 +28,7 @@ class CalibrationStep:
 
 
 class MappingStep(CalibrationStep):
-    """A step that changes parameters before they are rounded, and leaves the function what it is."""
+    """A step that changes parameters before they are rounded, and keeps the function the same."""
 
     field = "mappings"
     #: Whether factors that no parameter can take are multiplied when the function runs.
@@ -163,20 +163,21 @@ class CalibrationSteps:
 
 
 def smooth(alpha: float = 0.5, *, online: bool = False) -> Smooth:
-    """SmoothQuant: large channels of the inputs of products are made smaller, and their weights larger.
+    """Makes large channels of the inputs of products smaller, and their weights larger (SmoothQuant).
 
     Channel j of the input of a weight is divided by s_j = max|x_j|^alpha / max|w_j|^(1 - alpha), and the weight is
-    multiplied by it: by factors folded into parameters, so that nothing is divided when the function runs. The program
-    shows where they can go: into the scale of a norm, or the outputs of the product before. Weights that share an input
-    (queries, keys and values) share its factors. A weight whose factors cannot be folded stays as it is, and the report
-    says why. A channel whose input was always zero has the factor 1.
+    multiplied by it. The factors are folded into parameters, so that nothing is divided when the function runs. The
+    program shows where they can go: into the scale of a norm, or the outputs of the product before. Weights that share
+    an input (queries, keys and values) share its factors. A weight whose factors cannot be folded stays as it is, and
+    the report says why. A channel whose input was always zero has the factor 1.
 
     Args:
-        alpha: how much of the difficulty goes from inputs to weights, from 0 to 1. Default 0.5.
-        online: whether an input whose factors cannot be folded is multiplied by them when the function runs: that of a
-            first layer, or after a norm without a scale. They are stored with the packed weight, which has its own,
-            and apply to products of matrices that take the whole weight, without an axis of a batch. Weights must not
-            be rounded one after the other (`sequential`, `correct_error`). Default False.
+        alpha: the share of the difficulty that goes from inputs to weights, from 0 to 1. Default 0.5.
+        online: whether an input whose factors cannot be folded is multiplied by them when the function runs. This is
+            for the input of a first layer, or after a norm without a scale. The factors are stored with the packed
+            weight, each weight with its own. They apply to products of matrices that read the whole weight, without an
+            axis of a batch. Weights must not be rounded one after the other (`sequential`, `correct_error`). Default
+            False.
 
     Raises:
         TypeError, ValueError: for other arguments.
@@ -193,19 +194,19 @@ def smooth(alpha: float = 0.5, *, online: bool = False) -> Smooth:
 
 
 def awq(points: int = 20, *, duo: bool = True, online: bool = False) -> Awq:
-    """AWQ: channels with large inputs get more of the levels of a weight, as much as makes the errors of outputs least.
+    """Gives channels with large inputs more of the levels of a weight, so that the errors of outputs are least (AWQ).
 
-    For r = 0, 1/n, ..., 1 - 1/n the factors s = mean|x|^r are tried, and factors of 1: the weight times s is rounded to
-    nearest and divided by s again, and the s is kept with which W x has the least mean squared error on the data,
-    summed over the weights that share the input. The error is computed from the Gram matrix of the inputs, so no inputs
-    are kept. Factors are divided by the root of their largest times their smallest, and folded as those of `smooth`
-    are. Each turn of a loop over a stack has an r of its own.
+    The step tries factors of 1 and the factors s = mean|x|^r for r = 0, 1/n, ..., 1 - 1/n. For each it rounds the
+    weight times s to nearest and divides it by s again. It keeps the s with which W x has the least mean squared error
+    on the data, summed over the weights that share the input. The error is computed from the Gram matrix of the inputs,
+    so no inputs are kept. Factors are divided by the root of their largest times their smallest, and folded as in
+    `smooth`. Each turn of a loop over a stack has an r of its own.
 
     Args:
         points: n, at least 1. Default 20.
         duo: whether the factors are mean|x|^r / (mean|w|^(1 - r) + 1e-4), with each w in units of the largest of its
             group. Default True.
-        online: as of `smooth`. Default False.
+        online: as in `smooth`. Default False.
 
     Raises:
         TypeError, ValueError: for other arguments.
@@ -222,26 +223,27 @@ def awq(points: int = 20, *, duo: bool = True, online: bool = False) -> Awq:
 
 
 def rotate(seed: int | None = 0) -> Rotate:
-    """Rotations: the inputs of products are multiplied by orthogonal matrices, which spread large channels over all.
+    """Multiplies the inputs of products by orthogonal matrices, which spread large channels over all (rotations).
 
-    The input x of a weight becomes x R, and the weight R^T W, by parameters alone: R goes into the outputs of the
-    products before, if nothing but sums, moves, and factors that all channels share lies between. So a residual stream
-    is rotated in all that writes and reads it, embeddings too, and the values of attention for each head. RMSNorm
-    commutes with R if its scale is the same for all channels; another scale goes into the weights that follow first. R
-    is the same in all turns of loops. A weight whose input cannot be rotated stays as it is, and the report says why.
+    The input x of a weight becomes x R, and the weight R^T W, by changes of parameters alone. R goes into the outputs
+    of the products before, if only sums, moves, and factors that all channels share are between. So a residual stream
+    is rotated in all products that write and read it, embeddings too. The values of attention are rotated for each
+    head. RMSNorm commutes with R if its scale is the same for all channels. Another scale first goes into the weights
+    that follow. R is the same in all turns of loops. A weight whose input cannot be rotated stays as it is, and the
+    report says why.
 
-    R is a Hadamard matrix over the root of its size, after random signs. Sizes are powers of two times one, or a size
-    that Paley's construction gives from a prime (12, 20, 24, 28, 44, ...); for another one R has blocks of the largest
-    power of two that divides it.
+    R is a Hadamard matrix over the root of its size, after random signs. Sizes are powers of two times one, or times a
+    size that Paley's construction gives from a prime (12, 20, 24, 28, 44, ...). For another size R has blocks of the
+    largest power of two that divides it.
 
     Args:
-        seed: of the signs, from 0 to 2^32 - 1; None for no signs. Default 0.
+        seed: the seed of the signs, from 0 to 2^32 - 1; None for no signs. Default 0.
 
     Raises:
         TypeError, ValueError: for another seed.
 
-    Source: Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs", arXiv 2404.00456, 2024, and Liu et
-    al., "SpinQuant: LLM Quantization with Learned Rotations", arXiv 2405.16406, 2024, whose R1 and R2 these are.
+    Source: Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs", arXiv 2404.00456, 2024. These are
+    R1 and R2 of Liu et al., "SpinQuant: LLM Quantization with Learned Rotations", arXiv 2405.16406, 2024.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -256,26 +258,27 @@ def rotate(seed: int | None = 0) -> Rotate:
 
 
 def gptq(order: Literal["activation", "plain"] = "activation", *, damping: float = 0.01, block: int = 128) -> Sweep:
-    """GPTQ: the columns of a weight are rounded one after the other, and the error of each is taken off the others.
+    """Rounds the columns of a weight one after the other, and subtracts the error of each from the others (GPTQ).
 
-    The scales of all groups are chosen before, from the weight itself, by the rule of its format, and each element is
-    rounded as the format says. So every format, grouping and rounding mode works alike, and the order of columns is
-    independent of the groups. A column whose input was always zero is rounded as it is.
+    The rule of the format chooses the scales of all groups before, from the weight itself. Each element is rounded as
+    the format says. So every format, grouping and rounding mode works alike, and the order of columns is independent of
+    the groups. A column whose input was always zero is rounded as it is.
 
     Args:
-        order: ``"activation"``: columns with larger inputs first. ``"plain"``: in the order of the inputs that
-            `statistics` has. If a product sums over several axes, that is their order in the traced product, which can
-            differ from that in the weight.
-        damping: what is added to the diagonal of H, the mean of x x^T, over the mean of that diagonal; at least 0. If H
-            cannot be factorized, it is made four times larger until that succeeds; the report has the last one.
+        order: ``"activation"``: columns with larger inputs first. ``"plain"``: in the order of the inputs in
+            `statistics`. If a product sums over several axes, it is their order in the traced product, which can differ
+            from the weight's.
+        damping: the number added to the diagonal of H, the mean of x x^T, over the mean of that diagonal; at least 0.
+            If H cannot be factorized, it is made four times larger until it can be. The report has the last one.
             Default 0.01.
-        block: how many columns are brought up to date at once. It changes the order of sums alone. Default 128.
+        block: the number of columns that are brought up to date at once. It changes the order of sums alone. Default
+            128.
 
     Raises:
         TypeError, ValueError: for an argument out of range.
 
-    Source: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2022;
-    the order by activation, with groups that stay where they are, is that of its authors' code.
+    Source: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2022.
+    The order by activation, with groups that stay where they are, follows its authors' code.
 
     Example:
         >>> import jchop as jc
@@ -287,22 +290,22 @@ def gptq(order: Literal["activation", "plain"] = "activation", *, damping: float
 
 
 def sign_round(iterations: int = 200, *, rate: float = 0.5, momentum: float = 0.9) -> SignDescent:
-    """SignRound: each number takes one of its two neighbours, chosen by descent along the signs of gradients.
+    """Rounds each number to one of its two neighbours, chosen by descent along the signs of gradients (SignRound).
 
-    The error of the product is that on the Gram matrix of its inputs, so no data are run again. Neighbours are those
-    of the format under its scales: every format has them, and the rounding mode of the spec plays no part.
+    The error of the product is computed from the Gram matrix of its inputs, so no data are run again. Neighbours are
+    values of the format under its scales. Every format has them, and the rounding mode of the spec plays no part.
 
     Args:
-        iterations: how many steps. Default 200.
-        rate: by how much an offset, from -1/2 to 1/2 of the distance of the neighbours, moves in the first step, times
-            `iterations`; it falls to 0. Above 0. Default 0.5.
-        momentum: from 0 to below 1. Default 0.9.
+        iterations: the number of steps. Default 200.
+        rate: the move of an offset in the first step, times `iterations`; it falls to 0. An offset is from -1/2 to 1/2
+            of the distance of the neighbours. Above 0. Default 0.5.
+        momentum: the momentum of the descent, from 0 to below 1. Default 0.9.
 
     Raises:
         TypeError, ValueError: for an argument out of range.
 
-    Source: Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs", 2023,
-    which has rate 1, no momentum, and gradients of the outputs of a block; its scale clips are not there.
+    Source: Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs", 2023. It
+    has rate 1, no momentum, and gradients of the outputs of a block. Its clipping of scales is left out here.
 
     Example:
         >>> import jchop as jc
@@ -317,10 +320,10 @@ def sign_round(iterations: int = 200, *, rate: float = 0.5, momentum: float = 0.
 
 
 def sequential() -> InOrder:
-    """Weights are rounded one after the other, by inputs of the model as it is rounded so far, activations too.
+    """Rounds weights one after the other, with inputs from the model as it is rounded so far, activations too.
 
-    They are rounded in the order of the program. The data are run once for each stage: weights that share an input, and
-    each turn of a loop over a stack. Without it the inputs are those of the model in full precision, in one pass.
+    The order is the program's. The data are run once for each stage: weights that share an input, and each turn of a
+    loop over a stack. Without this step the inputs come from the model in full precision, in one pass.
 
     Example:
         >>> import jchop as jc
@@ -332,16 +335,16 @@ def sequential() -> InOrder:
 
 
 def correct_error(strength: float = 0.5, *, damping: float = 0.01) -> Correction:
-    """Before a weight is rounded, it is moved so that its product makes up for errors of the layers before it.
+    """Moves a weight before it is rounded, so that its product corrects errors of the layers before it.
 
-    With x the inputs in full precision and y those of the rounded model, W becomes W + strength W E[(x - y) y^T]
-    (E[y y^T] + d I)^-1; with strength 1 and no damping that is the least squares solution of W x = W' y. Both
-    trajectories run through the program side by side, layer after layer. If data choose rows, their order, experts or
-    a branch (sorts, indexes of maxima, numbers made integers, `cond`), the choices of the rounded model hold for both,
-    except within a `while` loop.
+    Let x be the inputs in full precision and y the inputs in the rounded model. Then W becomes W + strength W E[(x - y)
+    y^T] (E[y y^T] + d I)^-1. With strength 1 and no damping this is the least squares solution of W x = W' y. Both
+    trajectories run through the program side by side, layer after layer. Data may choose rows, their order, experts or
+    a branch (sorts, indexes of maxima, numbers made integers, `cond`). The choices of the rounded model then hold for
+    both, except within a `while` loop.
 
     Args:
-        strength: from 0 to 1. Default 0.5.
+        strength: the factor of the correction, from 0 to 1. Default 0.5.
         damping: d over the mean of the diagonal; above 0. Default 0.01.
 
     Raises:
@@ -358,19 +361,19 @@ def correct_error(strength: float = 0.5, *, damping: float = 0.01) -> Correction
 
 
 def sparse(n: int, m: int, *, by: Literal["loss", "inputs", "magnitude"] = "loss") -> Sparse:
-    """Of every m consecutive inputs of a weight, each output keeps n, and the other numbers become zero.
+    """Keeps n of every m consecutive inputs of a weight for each output; the other numbers become zero.
 
-    The consecutive inputs are those that the product sums over, in the order of `statistics`; the last group may be
-    shorter. The format of the weight must have a zero: not so one with zero points that are numbers.
+    The consecutive inputs are along the axes that the product sums over, in the order of `statistics`. The last group
+    may be shorter. The format of the weight must have a zero, which a format with float zero points lacks.
 
     Args:
-        n: how many stay, from 1 to m - 1.
-        m: of how many.
-        by: ``"loss"`` (SparseGPT), which needs a `gptq` after it: when its sweep reaches a group, the numbers w stay
-            that have the largest w^2 / U_jj^2, so pruning and rounding are one sweep, in which the columns that are
-            left take up the error of both; ``order="activation"`` then orders groups by their largest column, and
+        n: the count of numbers that stay, from 1 to m - 1.
+        m: the count of numbers in a group.
+        by: ``"loss"`` (SparseGPT), the default, needs a `gptq` after it. When its sweep reaches a group, the numbers w
+            with the largest w^2 / U_jj^2 stay. So pruning and rounding are one sweep, in which the columns that are
+            left correct the error of both. ``order="activation"`` then orders groups by their largest column, and
             columns within groups. ``"inputs"`` (Wanda): the largest w^2 E[x_j^2]. ``"magnitude"``: the largest numbers.
-            These choose before anything is rounded, and scales are those of the numbers that stay. Default "loss".
+            These two choose before anything is rounded, and scales are fitted to the numbers that stay.
 
     Raises:
         TypeError, ValueError: for an argument out of range.
@@ -393,24 +396,24 @@ def sparse(n: int, m: int, *, by: Literal["loss", "inputs", "magnitude"] = "loss
 
 
 def clip(points: int = 20, *, least: float = 0.5) -> Clip:
-    """The scale of each group is that of its numbers clipped to a share of their range: the best of several shares.
+    """Computes the scale of each group from its numbers clipped to a share of their range, the best of several.
 
     A smaller scale serves most numbers of a group better, and the largest ones worse. The best share has the least
-    error of the product on the data, tr(E^T H E) for the errors E of a group that is rounded to nearest by itself, with
-    its rows and columns of H. Before `gptq` it is what is left once later columns have taken the errors up, and a share
-    must save three tenths of it. The rule of the format makes the scales, from clipped numbers; the numbers that are
-    rounded under them, by a step after this one or to nearest, are not clipped before. So any format may have it, and a
-    format whose scales are powers of two changes only if a range passes one of them.
+    error of the product on the data, tr(E^T H E). E are the errors of a group that is rounded to nearest by itself, and
+    H has the group's rows and columns. Before `gptq` the error is the part that remains once later columns have
+    corrected it, and a share must save three tenths of it. The rule of the format makes the scales, from clipped
+    numbers. The numbers that are rounded under them, by a step after this one or to nearest, are not clipped before. So
+    any format may have this step. A format whose scales are powers of two changes only if a range passes one of them.
 
     Args:
-        points: how many shares below 1 there are. Default 20.
-        least: the smallest, above 0 and below 1. Default 0.5.
+        points: the number of shares below 1. Default 20.
+        least: the smallest share, above 0 and below 1. Default 0.5.
 
     Raises:
         TypeError, ValueError: for an argument out of range.
 
-    Source: Lin et al., "AWQ: Activation-aware Weight Quantization", 2023, and its authors' code, which search clips
-    by the errors of outputs; GPTQ's code searches scales by errors of weights.
+    Source: Lin et al., "AWQ: Activation-aware Weight Quantization", 2023, and its authors' code, which search clips by
+    the errors of outputs. GPTQ's code searches scales by errors of weights.
 
     Example:
         >>> import jax, jchop as jc
@@ -426,18 +429,20 @@ def clip(points: int = 20, *, least: float = 0.5) -> Clip:
 def hqq(
     iterations: int = 20, *, norm: float = 0.7, weight: float = 10.0, growth: float = 1.01, whole_start: bool = False
 ) -> HalfQuadratic:
-    """HQQ: zero points that make the p-th powers of the errors of a weight least, so that outliers have little weight.
+    """Finds zero points with the least p-th powers of the errors of a weight, so that outliers count little (HQQ).
 
-    The search takes each weight by itself; it needs no data. A step after this one
-    rounds under its scales and zero points; without one numbers are rounded to nearest. The format of each weight must
-    have zero points that are numbers, as ``"uint4(group=64,zero_point=float)"``.
+    The search reads each weight by itself; it needs no data. A step after this one rounds under its scales and zero
+    points; without one, numbers are rounded to nearest. The format of each weight must have float zero points, as
+    ``"uint4(group=64,zero_point=float)"``.
 
     Args:
-        iterations: as there. Default 20.
-        norm: p. Default 0.7.
-        weight: as there. Default 10.
-        growth: as there. Default 1.01.
-        whole_start: as there. Default False.
+        iterations: the number of steps of the search, at least 1. Each one subtracts sparse errors and then moves the
+            zero points. Default 20.
+        norm: p, between 0 and 1, both excluded. Default 0.7.
+        weight: the weight b of the errors in the first step, above 0. Default 10.
+        growth: the factor of b after each step, above 0. Default 1.01.
+        whole_start: whether to start with zero points that are whole multiples of the scales, as the authors do for 4
+            bits. Default False.
 
     Raises:
         TypeError, ValueError: for an argument out of range.
@@ -457,11 +462,11 @@ def hqq(
 
 
 def correct_biases() -> BiasCorrection:
-    """After a weight is rounded, the mean error of its product goes into the bias that the program adds to it.
+    """Corrects the bias that the program adds to a product by the mean error of its rounded weight.
 
     The bias is the parameter that is added to the product, perhaps after transposes, reshapes and casts. If there is
-    none, or it has other uses, the report says so. After `sequential`, biases also take off the mean errors of the
-    layers before; else those of the weight's own rounding.
+    none, or it has other uses, the report says so. After `sequential`, biases also correct the mean errors of the
+    layers before. Otherwise they correct the weight's own rounding alone.
 
     Source: Nagel et al., "Data-free quantization through weight equalization and bias correction", ICCV 2019,
     appendix D (empirical bias correction).
