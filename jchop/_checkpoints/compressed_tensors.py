@@ -164,6 +164,11 @@ def _spare_is_zero(word_rows: np.ndarray, columns: int, bits: int, each: int | N
 
 def _write_pack(q: QArray, exact: bool) -> row.WrittenWeight:
     weight, index = row.group_by_column(row.pieces(q))
+    check(
+        index is None,
+        "its columns are in groups of any order (g_idx), which compressed-tensors since 0.20 does not have; "
+        "gptq and gptq_v2 hold them",
+    )
     codes, scale, zero = row.unsigned_pieces(weight, _PACK_WIDTHS)
     bits = weight.fmt.element.bits
     symmetric = bool((zero == 1 << (bits - 1)).all())
@@ -180,9 +185,7 @@ def _write_pack(q: QArray, exact: bool) -> row.WrittenWeight:
     if facts["strategy"] == "tensor":  # a single scale, and a zero point that is not packed
         parts["weight_scale"] = scale.reshape(1)
         parts |= {} if symmetric else {"weight_zero_point": (zero - (1 << (bits - 1))).astype(np.int8).reshape(1)}
-    if index is None:
-        return parts, facts
-    return {**parts, "weight_g_idx": index}, {**facts, "actorder": "group"}
+    return parts, facts
 
 
 _PACK_PARTS, _PACK_OPTIONAL = ("weight_packed", "weight_scale", "weight_shape"), ("weight_zero_point", "weight_g_idx")
@@ -365,20 +368,47 @@ def _same_products(numbers: np.ndarray, factor: Any, divisor: Any) -> bool:
         return np.array_equal(quotients, exact.astype(np.float32))
 
 
+def _divisor_of_e4m3(quotients: np.ndarray) -> np.float32:
+    """The number d with the quotients fl(s / d) of numbers s of e4m3; ValueError if there is none.
+
+    The largest quotient is that of one of the numbers of e4m3, so few divisors are possible.
+    """
+    levels = np.arange(126, 0, -1, dtype=np.uint8).view(row.FLOAT8).astype(np.float32)
+    few = np.unique(quotients)
+    if not few.size:
+        return np.float32(1)
+    with np.errstate(over="ignore", divide="ignore"):
+        near = (levels / few[-1]).view(np.int32)
+        for steps in (0, 1, -1, 2, -2) if few.size <= levels.size else ():
+            divisors = (near + np.int32(steps)).view(np.float32)
+            for divisor in divisors[np.isfinite(divisors) & (divisors > 0)]:
+                if np.array_equal((few * divisor).astype(row.FLOAT8).astype(np.float32) / divisor, few):
+                    return divisor
+    raise ValueError("its scales are not those of e4m3 over one divisor")
+
+
 def _write_nvfp4(q: QArray, exact: bool) -> row.WrittenWeight:
     weight = row.pieces(q)
-    two_level = weight.fmt.element == float4_e2m1fn and weight.fmt.scale_rule.tensor_scale
-    check(two_level and weight.kinds == (OWN_SCALE, 16), "it is not nvfp4 with groups of 16 along its last axis")
-    check(q.shape[1] % 16 == 0, f"its last axis of {q.shape[1]} is no multiple of 16")
-    scale, factor = weight.scale[0].view(row.FLOAT8), np.float32(weight.scale[1])
-    with np.errstate(over="ignore", divide="ignore"):
-        divisor = np.float32(1) / factor
-    check(bool(np.isfinite(divisor) and divisor > 0), f"its tensor scale {factor} has no reciprocal")
     check(
-        not exact or _same_products(np.unique(scale.astype(np.float32)), factor, divisor),
-        f"the layout divides by 1 / {factor}, and some numbers would differ in their last bit: exact=False permits "
-        "this, and a tensor scale that is a power of two avoids it",
+        weight.fmt.element == float4_e2m1fn and weight.kinds == (OWN_SCALE, 16),
+        "it is not nvfp4 with groups of 16 along its last axis",
     )
+    check(q.shape[1] % 16 == 0, f"its last axis of {q.shape[1]} is no multiple of 16")
+    if weight.fmt.scale_rule.tensor_scale:
+        scale, factor = weight.scale[0].view(row.FLOAT8), np.float32(weight.scale[1])
+        with np.errstate(over="ignore", divide="ignore"):
+            divisor = np.float32(1) / factor
+        check(bool(np.isfinite(divisor) and divisor > 0), f"its tensor scale {factor} has no reciprocal")
+        check(
+            not exact or _same_products(np.unique(scale.astype(np.float32)), factor, divisor),
+            f"the layout divides by 1 / {factor}, and some numbers would differ in their last bit: exact=False "
+            "(--inexact of the command line) permits this, and a tensor scale that is a power of two avoids it",
+        )
+    else:
+        quotients = row.cast_exactly(row.float_scales(weight), np.float32, "scales")
+        used = (weight.codes.reshape(*quotients.shape, 16) & 7).any(-1)  # the others are of zeros under any scale
+        divisor = _divisor_of_e4m3(quotients[used])
+        scale = np.where(used, quotients * divisor, np.float32(1)).astype(row.FLOAT8)
     parts = {"weight_packed": row.pack_bits(weight.codes, 4), "weight_scale": scale}
     facts = row.weight_arguments(weight, "float", True) | {
         "strategy": "tensor_group",

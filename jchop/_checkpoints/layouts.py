@@ -370,8 +370,15 @@ def _block_size(weight: row.Pieces) -> list[int]:
     return block
 
 
-def _torchao_record(name: str, data: dict[str, Any], parts: dict[str, np.ndarray]) -> row.WrittenWeight:
-    return parts, {"_type": name, "_data": data, "_tensor_data_names": list(parts)}
+#: The field of the facts that is not in the record of a weight: the configuration by which torchao makes it.
+TORCHAO_CONFIG = "config"
+
+
+def _torchao_record(
+    name: str, data: dict[str, Any], parts: dict[str, np.ndarray], config: str, options: dict[str, Any]
+) -> row.WrittenWeight:
+    facts = {"_type": name, "_data": data, "_tensor_data_names": list(parts)}
+    return parts, facts | {TORCHAO_CONFIG: {"_type": config, "_version": 2, "_data": options}}
 
 
 def _dtype_record(name: str) -> dict[str, str]:
@@ -387,8 +394,13 @@ def _write_int8(q: QArray, exact: bool) -> row.WrittenWeight:
     parts = {"qdata": (codes.astype(np.int16) - half).astype(np.int8), "scale": scale}
     parts["zero_point"] = shift.astype(np.int8)
     data = {"target_dtype": _dtype_record(f"int{weight.fmt.element.bits}"), "block_size": _block_size(weight)}
-    data |= {"dtype": _dtype_record(str(scale.dtype)), "apply_int8_act_asym_per_token_quant": False}
-    return _torchao_record("IntxUnpackedToInt8Tensor", data, parts)
+    data |= {"dtype": _dtype_record(str(np.dtype(q.dtype))), "activation_quantization": None}
+    size = data["block_size"][1]
+    rows = {"_type": "PerAxis", "_version": 1, "_data": {"axis": 0}}
+    groups = {"_type": "PerGroup", "_version": 1, "_data": {"group_size": size}}
+    options = {"weight_dtype": data["target_dtype"], "granularity": rows if size == q.shape[1] else groups}
+    options["mapping_type"] = {"_type": "MappingType", "_data": "ASYMMETRIC" if shift.any() else "SYMMETRIC"}
+    return _torchao_record("IntxUnpackedToInt8Tensor", data, parts, "IntxWeightOnlyConfig", options)
 
 
 def _write_float8(q: QArray, exact: bool) -> row.WrittenWeight:
@@ -399,7 +411,7 @@ def _write_float8(q: QArray, exact: bool) -> row.WrittenWeight:
         "kernel_preference": {"_type": "KernelPreference", "_data": "AUTO"},
         "dtype": _dtype_record(str(np.dtype(q.dtype))),
     }
-    return _torchao_record("Float8Tensor", data, parts)
+    return _torchao_record("Float8Tensor", data, parts, "Float8WeightOnlyConfig", {})
 
 
 def _write_int4(q: QArray, exact: bool) -> row.WrittenWeight:
@@ -413,7 +425,8 @@ def _write_int4(q: QArray, exact: bool) -> row.WrittenWeight:
     assert zero is not None
     parts = {"qdata": row.pack_bits(weight.codes, 4).view(np.int8), "scale": np.ascontiguousarray(scale.T)}
     parts["zero_point"] = np.ascontiguousarray(zero.T)
-    return _torchao_record("Int4Tensor", {"block_size": _block_size(weight), "shape": list(q.shape)}, parts)
+    data = {"block_size": _block_size(weight), "shape": list(q.shape)}
+    return _torchao_record("Int4Tensor", data, parts, "Int4WeightOnlyConfig", {"group_size": data["block_size"][1]})
 
 
 def _torchao_row(

@@ -356,6 +356,18 @@ def _gptq_config(version: str) -> Callable[[RowsByModule, Sequence[str]], dict[s
     return config
 
 
+def _torchao_config(rows: RowsByModule, others: Sequence[str]) -> dict[str, Any]:
+    """The configuration of torchao: that of all weights, or one for each module."""
+    by_module = {module: facts[layouts.TORCHAO_CONFIG] for module, (_, facts) in rows.items()}
+    kind, *more = {json.dumps(config): config for config in by_module.values()}.values()
+    if more:
+        kind = {"_type": "FqnToConfig", "_version": 1, "_data": {"fqn_to_config": by_module}}
+    return {
+        "quant_method": "torchao", "quant_type": {"default": kind}, "modules_to_not_convert": list(others) or None,
+        "include_input_output_embeddings": False, "untie_embedding_weights": False,
+    }  # fmt: skip
+
+
 _NF4_CONFIG = _config_of_one_form("bitsandbytes", "llm_int8_skip_modules")
 _COMPRESSED_ROWS = (ct.NVFP4_ROW, ct.PACK_ROW, ct.MXFP4_ROW, ct.MXFP8_ROW, ct.FLOAT_ROW, ct.INTEGER_ROW)
 #: The layouts by name.
@@ -368,7 +380,7 @@ _LAYOUT_LIST = (
     CheckpointLayout("awq", (layouts.AWQ,), _config_of_one_form("awq")),
     CheckpointLayout("fp8", (ct.FP8_TILES, ct.FP8_ONE_SCALE), _FP8_CONFIG),
     CheckpointLayout("bitsandbytes", (layouts.NF4_ROW,), _NF4_CONFIG, appends=True),
-    CheckpointLayout("torchao", _TORCHAO_ROWS, lambda *_: {"quant_method": "torchao"}, records=True),
+    CheckpointLayout("torchao", _TORCHAO_ROWS, _torchao_config, records=True),
     CheckpointLayout("mxfp4", _GPT_OSS_ROWS, _config_of_one_form("mxfp4"), appends=True),
 )
 LAYOUTS = {layout.name: layout for layout in _LAYOUT_LIST}

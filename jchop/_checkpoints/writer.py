@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jchop._checkpoints.checkpoint import (
@@ -29,6 +30,7 @@ from jchop._checkpoints.checkpoint import (
     open_checkpoint,
 )
 from jchop._checkpoints.gguf import GGUF_BLOCKS, gguf_header
+from jchop._checkpoints.layouts import TORCHAO_CONFIG
 from jchop._checkpoints.row import LayoutRow, group_lengths, pieces
 from jchop._checkpoints.table import CONFIG_FIELD, LAYOUTS, WEIGHT_NAME, CheckpointLayout
 from jchop._common import files
@@ -217,7 +219,9 @@ def _write_tensors(
     record, places, tensors = LayoutRecord(config=config), dict[str, int](), dict[str, safetensors.TensorEntry]()
     with tempfile.SpooledTemporaryFile(options.shard_bytes, dir=str(path.parent)) as file:  # until the header is known
         for job in jobs:
-            for name, array in record.add(options.layout, job.name, job.make(), options.exact).items():
+            for name, array in record.add(
+                options.layout, job.name, _in_model_dtype(job.make(), options), options.exact
+            ).items():
                 check(name not in tensors, f"two arrays have a tensor of the name {name!r}")
                 tensors[name], places[name] = safetensors.TensorEntry(array.dtype, tuple(array.shape)), file.tell()
                 file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
@@ -235,6 +239,13 @@ def _write_tensors(
     return {"rows": record.rows, "plain": record.plain, "tensors": list(entries), "size": size}
 
 
+def _in_model_dtype(value: ModelArray, options: WriteOptions) -> ModelArray:
+    """An array whose dtype, if it is quantized, is that of the model, which layouts without dtypes read as float32."""
+    dtype = options.config.get("dtype", options.config.get("torch_dtype"))
+    known = options.layout in LAYOUTS and isinstance(value, QArray) and dtype in _MODEL_DTYPES
+    return replace(value, dtype=_MODEL_DTYPES[dtype]) if known else value
+
+
 def _write_json(path: Path, value: Any) -> None:
     text = json.dumps(value, indent=2) + "\n"
     files.write_atomically(path, lambda file: file.write(text.encode()))
@@ -243,6 +254,10 @@ def _write_json(path: Path, value: Any) -> None:
 # -- an array as tensors, and the metadata and the configuration that go with them -------------------------------------
 
 
+#: The names of the embedding and of the head in models of Hugging Face; one array may be both.
+_TIED_EMBEDDING, _TIED_HEAD = "embed_tokens", "lm_head"
+#: The dtypes of models in a configuration.
+_MODEL_DTYPES = {name: jnp.dtype(name) for name in ("float16", "bfloat16", "float32")}
 #: An array of a model and the bytes that it takes before it is written; it is made when it is needed.
 ModelArray = QArray | np.ndarray
 
@@ -326,7 +341,10 @@ class LayoutRecord:
             return {"format": "pt"} | qarray_metadata({name: facts for name, (_, facts) in self.rows.items()})
         if layout not in LAYOUTS or not LAYOUTS[layout].records:
             return {"format": "pt"}
-        records = {name: json.dumps(facts) for name, (_, facts) in self.rows.items()}
+        records = {
+            name: json.dumps({key: fact for key, fact in facts.items() if key != TORCHAO_CONFIG})
+            for name, (_, facts) in self.rows.items()
+        }
         records |= {name: json.dumps({"_type": "Tensor"}) for name in self.plain}
         return {"format": "pt", "tensor_names": json.dumps(list(records))} | records
 
@@ -344,6 +362,9 @@ class LayoutRecord:
         modules = {table_layout.owner(name): (by_name[row], facts) for name, (row, facts) in self.rows.items()}
         end = f".{WEIGHT_NAME}"
         plain = [name.removesuffix(end) for name, axes in self.plain.items() if axes == 2 and name.endswith(end)]
+        names = [name.rpartition(".")[2] for name in (*plain, *modules)]
+        if _TIED_EMBEDDING in names and _TIED_HEAD not in names:  # a head of the embedding, which has no tensor
+            plain.append(_TIED_HEAD)
         return base | {CONFIG_FIELD: table_layout.config(modules, plain)}
 
 

@@ -104,12 +104,14 @@ def test_groups_of_any_columns_are_written(tmp_path: Path, layout: str, asymmetr
     )
     wanted = (codes - (np.float64(8) if zero is None else zero)) * scale.astype(np.float64)
     same(numbers(q), wanted.astype(np.float32))
+    if layout == "compressed-tensors":
+        with pytest.raises(ValueError, match="gptq and gptq_v2 hold them"):
+            save_checkpoint(tmp_path / "m", {"w.weight": q}, layout)
+        return
     save_checkpoint(tmp_path / "m", {"w.weight": q}, layout)
     tensors, _ = read_file(tmp_path / "m/model.safetensors")
-    got = tensors["w.weight_g_idx" if layout == "compressed-tensors" else "w.g_idx"]
-    assert sorted(np.bincount(got)) == [32, 32, 32]
-    case = CASES["int4 with g_idx" if layout == "compressed-tensors" else name]
-    same(case.values(tensors), numbers(q))
+    assert sorted(np.bincount(tensors["w.g_idx"])) == [32, 32, 32]
+    same(CASES[name].values(tensors), numbers(q))
     same(numbers(load_checkpoint(tmp_path / "m")["w.weight"]), numbers(q))
 
 
@@ -142,7 +144,9 @@ def test_nvfp4_divides_and_says_when_it_cannot_be_exact(tmp_path: Path) -> None:
     close = load_checkpoint(path, exact=False)["w.weight"]
     assert close.spec == jc.Spec("nvfp4(scale=float8_e4m3fn)") and close.nbytes == 3 * 32 + 3 * 4 + 4
     np.testing.assert_allclose(numbers(close), values_nvfp4(tensors), rtol=2**-22)
-    with pytest.raises(ValueError, match="exact=False permits"):
+    save_checkpoint(tmp_path / "same", {"w.weight": load_checkpoint(path)["w.weight"]}, "compressed-tensors")
+    same(numbers(load_checkpoint(tmp_path / "same")["w.weight"]), values_nvfp4(tensors))
+    with pytest.raises(ValueError, match=r"exact=False \(--inexact of the command line\) permits"):
         save_checkpoint(tmp_path / "a", {"w.weight": close}, "compressed-tensors")
     save_checkpoint(tmp_path / "b", {"w.weight": close}, "compressed-tensors", exact=False)
     again, _ = read_file(tmp_path / "b/model.safetensors")
