@@ -124,3 +124,53 @@ def test_transformers_loads_what_jchop_writes(case: str, model: str, tmp_path: P
         np.testing.assert_array_equal(nf4[name] if nf4 else numbers(module), same.float().numpy(), name)
     error = 2.0**-6 if layout == "bitsandbytes" else 0 if dtype == "bfloat16" else 2.0**-20  # products of its own
     np.testing.assert_allclose(found, wanted, rtol=0, atol=error * np.abs(wanted).max())
+
+
+def _nf4(double: bool) -> Any:
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double
+    )
+
+
+def _torchao(make: str, **options: Any) -> Any:
+    import torchao.quantization as ao
+
+    made = {key: value(ao) if callable(value) else value for key, value in options.items()}
+    return transformers.TorchAoConfig(getattr(ao, make)(**made))
+
+
+_GROUPS = {"weight_dtype": lambda _: torch.int4, "granularity": lambda ao: ao.PerGroup(32)}
+LIBRARY_CONFIGS = {
+    "nf4": ("bitsandbytes", lambda: _nf4(False)),
+    "nf4, double": ("bitsandbytes", lambda: _nf4(True)),
+    "torchao int8": ("torchao", lambda: _torchao("Int8WeightOnlyConfig")),
+    "torchao int4": ("torchao", lambda: _torchao("IntxWeightOnlyConfig", **_GROUPS)),
+    "torchao int4 with zero points": (
+        "torchao",
+        lambda: _torchao("IntxWeightOnlyConfig", mapping_type=lambda ao: ao.MappingType.ASYMMETRIC, **_GROUPS),
+    ),
+    "torchao fp8": ("torchao", lambda: _torchao("Float8WeightOnlyConfig")),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", ["llama", "qwen2, tied"])
+@pytest.mark.parametrize("case", LIBRARY_CONFIGS)
+def test_jchop_reads_what_transformers_writes(case: str, model: str, dtype: str, tmp_path: Path) -> None:
+    package, config = LIBRARY_CONFIGS[case]
+    pytest.importorskip(package)
+    new_model(model, dtype).save_pretrained(tmp_path / "source")
+    auto = transformers.AutoModelForCausalLM
+    made = auto.from_pretrained(tmp_path / "source", dtype=getattr(torch, dtype), quantization_config=config())
+    made.save_pretrained(tmp_path / "theirs")
+    tree = jc.load_checkpoint(tmp_path / "theirs")
+    for name, module in modules(made).items():
+        q = tree[f"{name}.weight"]
+        assert isinstance(q, jc.QArray)
+        found = torch.from_numpy(np.array(jc.dequantize(q))).to(getattr(torch, dtype))
+        np.testing.assert_array_equal(found.float().numpy(), numbers(module), name)
+    config = json.loads((tmp_path / "theirs/config.json").read_text())
+    jc.save_checkpoint(tmp_path / "plain", tree, "plain", config=config)
+    expected = load(tmp_path / "plain", dtype)
+    error = 2.0**-6  # products in the packages' own ways
+    np.testing.assert_allclose(logits(made), wanted := logits(expected), rtol=0, atol=error * np.abs(wanted).max())
