@@ -420,18 +420,29 @@ def half_bytes(numbers: np.ndarray) -> np.ndarray:
 
 
 #: Bytes of a block by type.
-GGUF_SIZES = {2: 18, 3: 20, 6: 22, 7: 24, 8: 34, 12: 144, 13: 176, 14: 210}
+GGUF_SIZES = {
+    2: 18, 3: 20, 6: 22, 7: 24, 8: 34, 10: 84, 11: 110, 12: 144, 13: 176, 14: 210, 20: 18, 23: 136, 34: 54, 35: 66,
+    39: 17, 40: 36,
+}  # fmt: skip
+#: Numbers of a block by type.
+GGUF_COUNTS = {kind: 64 if kind == 40 else 32 if kind < 10 or kind in (20, 39) else 256 for kind in GGUF_SIZES}
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 def gguf_blocks(kind: int, rng: np.random.Generator, rows: int, count: int) -> np.ndarray:
     blocks = rng.integers(0, 256, (rows, count, GGUF_SIZES[kind]), np.uint8)
     scale, low = (rng.standard_normal((rows, count)) * 0.01 for _ in range(2))
     scale[0, 0] = 0
-    shifted = kind in (3, 7, 12, 13)
-    at = 208 if kind == 14 else 0
+    shifted = kind in (3, 7, 10, 12, 13)
+    at = {10: 80, 11: 108, 14: 208, 34: 52, 35: 64}.get(kind, 0)
+    if kind in (39, 40):  # exponents, or numbers of e4m3 of which one is zero
+        scales = slice(0, 1 if kind == 39 else 4)
+        blocks[..., scales] = blocks[..., scales] % 8 + 120 if kind == 39 else blocks[..., scales] % 127
+        blocks[0, 0, 0] = 0
+        return blocks
     blocks[..., at : at + 2] = half_bytes(np.abs(scale) if shifted else scale)
     if shifted:
-        blocks[..., 2:4] = half_bytes(low)
+        blocks[..., at + 2 : at + 4] = half_bytes(low)
     return blocks
 
 
@@ -458,6 +469,40 @@ def gguf_values(kind: int, raw: np.ndarray) -> np.ndarray:
                 q = int(block[j // 2 * 32 + i % 32 - 128]) >> 4 * (j % 2) & 15
                 q |= (int(block[16 + i % 32]) >> j & 1) << 4 if kind == 13 else 0
                 result.append(half(0) * np.float32(s) * np.float32(q) - half(2) * np.float32(m))
+        elif kind in (20, 39):
+            for i in range(32):
+                q = int(block[i % 16 - 16]) >> 4 * (i // 16) & 15
+                power = np.float32(2.0 ** (int(block[0]) - 127))
+                result.append(half(0) * np.float32(IQ4[q]) if kind == 20 else power * E2M1[q])
+        elif kind == 40:
+            for i in range(64):
+                q = int(block[4 + 8 * (i // 16) + i % 8]) >> 4 * (i % 16 // 8) & 15
+                result.append(np.float32(block[i // 16].view(F8)) * E2M1[q])
+        elif kind == 23:
+            for i in range(256):
+                g = i // 32
+                s = int(block[4 + g // 2]) >> 4 * (g % 2) & 15 | (int(block[2:4].view(np.uint16)[0]) >> 2 * g & 3) << 4
+                q = int(block[8 + 16 * g + i % 16]) >> 4 * (i % 32 // 16) & 15
+                result.append(half(0) * np.float32(s - 32) * np.float32(IQ4[q]))
+        elif kind == 34:
+            places = [(m, n) for n in range(5) for m in range(32)] + [(32 + m, n) for n in range(5) for m in range(16)]
+            places += [(48 + m, n) for n in range(4) for m in range(4)]
+            for m, n in places:
+                result.append(half(52) * np.float32((int(block[m]) * 3**n % 256 * 3 >> 8) - 1))
+        elif kind in (10, 11, 35):
+            for i in range(256):
+                h, j, k, s = i // 128, i % 128 // 32, i % 32, i // 16
+                q = int(block[{10: 16, 11: 32, 35: 0}[kind] + 32 * h + k]) >> 2 * j & 3
+                if kind == 10:
+                    step = half(80) * np.float32(block[s] & 15)
+                    result.append(step * np.float32(q) - half(82) * np.float32(block[s] >> 4))
+                elif kind == 11:
+                    scale = int(block[96 + s % 8]) >> 4 * (s // 8) & 15
+                    scale |= (int(block[104 + s % 4]) >> 2 * (s // 4) & 3) << 4
+                    q -= 0 if int(block[k]) >> 4 * h + j & 1 else 4
+                    result.append(half(108) * np.float32(scale - 32) * np.float32(q))
+                else:
+                    result.append(half(64) * np.float32(q - 1))
         else:
             for i in range(256):
                 h, j, k = i // 128, i % 128 // 32, i % 32
