@@ -351,7 +351,10 @@ DAMAGED_GGUF = [
     ("ends within its header", gguf_file({"a": (0, (4,), bytes(16))})[:40]),
     ("more than its bytes", b"GGUF" + (3).to_bytes(4, "little") + (1 << 40).to_bytes(8, "little") + bytes(8)),
     ("is not a GGUF file: tensor 'a' has type 4; known are", gguf_file({"a": (4, (256,), bytes(176))})),
-    ("x.gguf: tensor 'a' is IQ2_XXS, which jchop does not read; it reads F32,", gguf_file({"a": (16, (256,), bytes(66))})),
+    (
+        "x.gguf: tensor 'a' is IQ2_XXS, which jchop does not read; it reads F32,",
+        gguf_file({"a": (16, (256,), bytes(66))}),
+    ),
     ("'a': a scale is below zero", gguf_file({"a": (3, (1, 32), b"\0\xbc" + bytes(18))})),
     ("overlaps another or the end", gguf_file({"a": (0, (1 << 40,), bytes(16))})),
     ("no whole blocks of 32", gguf_file({"a": (2, (33,), bytes(36))})),
