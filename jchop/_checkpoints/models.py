@@ -18,6 +18,7 @@ from jchop._common.checks import check
 from jchop._quantized.products.operand_layout import OperandLayout
 from jchop._quantized.products.rule import Rule
 from jchop._quantized.program.weight_layout import StoredAs
+from jchop._spec.spec import Spec
 from jchop._storage import QArray
 from jchop._storage._array import named_sharding_of
 from jchop._storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, axis_groupings, with_groupings
@@ -47,6 +48,17 @@ def model_arrays(model: nnx.Module, names: TensorNaming | None) -> dict[str, Any
         check(tensor.name not in arrays, f"names gives {tensor.name!r} to two parameters")
         arrays[tensor.name] = tensor.value()
     return arrays
+
+
+def model_activations(model: nnx.Module, names: TensorNaming | None) -> dict[str, Spec]:
+    """The specs to which packed layers round their inputs, by the names of their weights in a checkpoint."""
+    found: dict[str, Spec] = {}
+    for tensor in _model_tensors(model, names):
+        product = tensor.kind.product if tensor.kind is not None and tensor.kind.layout is not None else None
+        module = None if product is None else rounding_module_in(tensor.entry.module, product[0], product[1])
+        if module is not None and module.how.left is not None and tensor.key == "kernel":
+            found[tensor.name] = module.how.left
+    return found
 
 
 def fill_model(source: Checkpoint, like: T, names: TensorNaming | None, skip: str | None, exact: bool) -> T:

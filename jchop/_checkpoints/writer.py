@@ -29,14 +29,16 @@ from jchop._checkpoints.checkpoint import (
     TensorNaming,
     open_checkpoint,
 )
+from jchop._checkpoints.compressed_tensors import activation_arguments
 from jchop._checkpoints.gguf import GGUF_BLOCKS, gguf_header
 from jchop._checkpoints.layouts import TORCHAO_CONFIG
 from jchop._checkpoints.row import LayoutRow, group_lengths, pieces
-from jchop._checkpoints.table import CONFIG_FIELD, LAYOUTS, WEIGHT_NAME, CheckpointLayout
+from jchop._checkpoints.table import CONFIG_FIELD, INPUT_ACTIVATIONS, LAYOUTS, WEIGHT_NAME, CheckpointLayout
 from jchop._common import files
 from jchop._common.checks import check, check_bool, check_choice, check_int
 from jchop._common.on_demand import is_module_of, load_name
 from jchop._round.arguments import has_tracer
+from jchop._spec.spec import Spec
 from jchop._storage._array import QArray
 from jchop._storage._files import safetensors
 from jchop._storage._quantize import StoredAs, dequantize
@@ -219,9 +221,8 @@ def _write_tensors(
     record, places, tensors = LayoutRecord(config=config), dict[str, int](), dict[str, safetensors.TensorEntry]()
     with tempfile.SpooledTemporaryFile(options.shard_bytes, dir=str(path.parent)) as file:  # until the header is known
         for job in jobs:
-            for name, array in record.add(
-                options.layout, job.name, _in_model_dtype(job.make(), options), options.exact
-            ).items():
+            value = _in_model_dtype(job.make(), options)
+            for name, array in record.add(options.layout, job.name, value, options.exact, job.activation).items():
                 check(name not in tensors, f"two arrays have a tensor of the name {name!r}")
                 tensors[name], places[name] = safetensors.TensorEntry(array.dtype, tuple(array.shape)), file.tell()
                 file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
@@ -269,11 +270,13 @@ class WriteJob(NamedTuple):
         name: of the array.
         nbytes: its bytes, by which files are divided.
         make: gives the array, with NumPy leaves.
+        activation: the spec to which its product rounds its inputs. Default: none.
     """
 
     name: str
     nbytes: int
     make: Callable[[], ModelArray]
+    activation: Spec | None = None
 
 
 def _layout_bytes(layout: str, nbytes: int, shape: tuple[int, ...], quantized: bool) -> int:
@@ -295,7 +298,9 @@ class LayoutRecord:
     plain: dict[str, int] = field(default_factory=dict)
     config: bool = True
 
-    def add(self, layout: str, name: str, value: ModelArray, exact: bool) -> dict[str, np.ndarray]:
+    def add(
+        self, layout: str, name: str, value: ModelArray, exact: bool, activation: Spec | None = None
+    ) -> dict[str, np.ndarray]:
         """The tensors of an array, which is added.
 
         Raises:
@@ -307,9 +312,11 @@ class LayoutRecord:
         if layout == OWN_LAYOUT:
             self.rows[name] = [OWN_LAYOUT, qarray_description(value)]
             return {part: np.asarray(leaf) for part, leaf in qarray_tensors(name, value).items()}
-        return self._add_in_rows(LAYOUTS[layout], name, value, exact)
+        return self._add_in_rows(LAYOUTS[layout], name, value, exact, activation)
 
-    def _add_in_rows(self, layout: CheckpointLayout, name: str, q: QArray, exact: bool) -> dict[str, np.ndarray]:
+    def _add_in_rows(
+        self, layout: CheckpointLayout, name: str, q: QArray, exact: bool, activation: Spec | None
+    ) -> dict[str, np.ndarray]:
         named = layout.appends or f".{name}".endswith(f".{WEIGHT_NAME}")
         check(
             named,
@@ -318,7 +325,8 @@ class LayoutRecord:
             "names= of jchop.save_checkpoint gives others",
         )
         reasons = []
-        for row in layout.rows:
+        inputs = activation_arguments(activation) if layout.activations and activation is not None else None
+        for row in sorted(layout.rows, key=lambda row: inputs is not None and not row.float_inputs):
             try:
                 parts, facts = row.write(q, exact)
                 if not (self.config or layout.records):
@@ -326,6 +334,8 @@ class LayoutRecord:
             except ValueError as error:
                 reasons.append(f"{row.name}: {error}")
                 continue
+            if inputs is not None and (row.float_inputs or inputs["type"] == "int"):
+                facts = {**facts, INPUT_ACTIVATIONS: inputs}
             self.rows[name] = [row.name, facts]
             return {layout.stem(layout.owner(name)) + part: array for part, array in parts.items()}
         fits = ", ".join(dict.fromkeys(row.fits for row in layout.rows))
@@ -488,8 +498,9 @@ def save_checkpoint(
         raise TypeError("tree has traced arrays, and save_checkpoint writes values: call it outside of transformations")
     # Files of `jchop.save` have what is stored.
     packed_types = QArray if layout == OWN_LAYOUT else QArray | StoredAs
-    jobs = []
+    jobs, activations = [], dict[str, Spec]()
     if is_module_of("flax.nnx", tree):
+        activations = load_name("jchop._checkpoints.models", "model_activations")(tree, names)
         tree, names = load_name("jchop._checkpoints.models", "model_arrays")(tree, names), None
     leaves = leaves_by_name(split_model(tree)[0], packed_types)
     leaf_names = [name if names is None else names(name) for name, _, _ in leaves]
@@ -508,7 +519,8 @@ def save_checkpoint(
         codes = leaf.stored if isinstance(leaf, StoredAs) else leaf
         nbytes = _layout_bytes(layout, codes.nbytes, leaf.shape, isinstance(leaf, packed_types))
         numbers = leaf.dequantize if isinstance(leaf, StoredAs) else lambda leaf=leaf: leaf
-        jobs.append(WriteJob(name, nbytes, lambda numbers=numbers: jax.tree.map(np.asarray, numbers())))
+        make = lambda numbers=numbers: jax.tree.map(np.asarray, numbers())  # noqa: E731
+        jobs.append(WriteJob(name, nbytes, make, activations.get(name)))
     options = WriteOptions(layout, dict(config or {}), exact, shard_bytes)
     write_jobs(jobs, path, options)
 

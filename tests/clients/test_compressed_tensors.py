@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("compressed_tensors")
 safetensors = pytest.importorskip("safetensors.torch")
 from compressed_tensors.compressors import BaseCompressor  # noqa: E402
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme  # noqa: E402
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationStatus  # noqa: E402
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam  # noqa: E402
 
 pytestmark = pytest.mark.clients
@@ -108,3 +108,35 @@ def test_a_compressor_reads_what_jchop_writes(name: str, tmp_path: Path) -> None
     wanted = decompressed(tensors, scheme)
     found = torch.from_numpy(np.array(jc.dequantize(jc.load_checkpoint(tmp_path / "m")["w.weight"]))).to(wanted.dtype)
     assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("weight", "activation"),
+    [
+        ("int8(channel=0)", "int8(group=all)"),
+        ("float8_e4m3fn(channel=0)", "e4m3fn(group=all)"),
+        ("float8_e4m3fn(group=all)", "e4m3fn(group=tensor)"),
+        ("mxfp8_e4m3", "mxfp8_e4m3"),
+        ("int4(group=32)", "int8(group=all)"),
+    ],
+)
+def test_inputs_of_a_rule_are_a_scheme(weight: str, activation: str, tmp_path: Path) -> None:
+    """A layer of Flax NNX whose inputs are rounded: its product is that of the compressor's layer."""
+    from compressed_tensors.quantization.lifecycle.forward import forward_quantize
+    from flax import nnx
+
+    model = nnx.Dict(up=nnx.Linear(SHAPE[1], SHAPE[0], use_bias=False, rngs=nnx.Rngs(0)))
+    packed = jc.nn.quantize(model, jc.Rule("*", weight=weight, activation=activation), mode="ptq")
+    jc.save_checkpoint(tmp_path / "m", packed, "compressed-tensors", config={"model_type": "x"})
+    config = json.loads((tmp_path / "m/config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
+    scheme = QuantizationScheme(**config)
+    assert scheme.input_activations is not None and scheme.input_activations.dynamic
+    tensors = {key[3:]: value for key, value in safetensors.load_file(tmp_path / "m/model.safetensors").items()}
+    x = torch.from_numpy(np.random.default_rng(1).standard_normal((4, SHAPE[1])).astype(np.float32))
+    layer = torch.nn.Linear(SHAPE[1], SHAPE[0], bias=False)
+    layer.quantization_scheme, layer.quantization_status = scheme, QuantizationStatus.INITIALIZED
+    rounded = forward_quantize(layer, x, "input", scheme.input_activations)
+    theirs = rounded @ decompressed(tensors, scheme).float().T
+    np.testing.assert_allclose(theirs, packed["up"](x.numpy()), atol=5e-2 * np.abs(theirs.numpy()).max())
+    plain = x @ decompressed(tensors, scheme).float().T
+    assert not np.allclose(theirs, plain)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -271,3 +272,34 @@ def test_products_that_keep_an_axis_of_both_operands_have_no_matrix(tmp_path: Pa
     experts = nnx.Dict(experts=nnx.Einsum("bei,eio->beo", (3, 4, 5), rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match=r"Einsum at 'experts': kernel of shape \[3, 4, 5\] has no form"):
         save_checkpoint(tmp_path / "m", experts, "plain")
+
+
+@pytest.mark.parametrize(
+    ("weight", "activation", "wanted", "form"),
+    [
+        ("int8(channel=0)", "int8(group=all)", {"num_bits": 8, "type": "int", "strategy": "token"}, "int-quantized"),
+        ("float8_e4m3fn(channel=0)", "e4m3fn(group=all)", {"type": "float", "strategy": "token"}, "float-quantized"),
+        ("float8_e4m3fn(group=all)", "e4m3fn(group=tensor)", {"strategy": "tensor"}, "float-quantized"),
+        ("mxfp8_e4m3", "mxfp8_e4m3", {"strategy": "group", "group_size": 32}, "mxfp8-quantized"),
+        ("int4(group=16)", "int8(group=all)", {"num_bits": 8, "strategy": "token"}, "pack-quantized"),
+        ("int4(group=16)", "e4m3fn(group=all)", None, "pack-quantized"),
+        ("int8(channel=0)", "bfloat16", None, "pack-quantized"),
+        ("int8(channel=0)", None, None, "pack-quantized"),
+    ],
+)
+def test_inputs_of_a_rule_are_in_the_configuration(
+    weight: str, activation: str | None, wanted: dict[str, Any] | None, form: str, tmp_path: Path
+) -> None:
+    model = nnx.Dict(up=nnx.Linear(32, 16, rngs=nnx.Rngs(0)))
+    packed = jc.nn.quantize(model, Rule("*", weight=weight, activation=activation), mode="ptq")
+    save_checkpoint(tmp_path / "m", packed, "compressed-tensors", config={"model_type": "x"})
+    config = json.loads((tmp_path / "m/config.json").read_text())["quantization_config"]
+    (group,) = config["config_groups"].values()
+    assert group["format"] == form and "input_activations" not in group["weights"]
+    if wanted is None:
+        assert group["input_activations"] is None
+    else:
+        assert group["input_activations"].items() >= ({"dynamic": True, "symmetric": True} | wanted).items()
+    np.testing.assert_array_equal(
+        jc.dequantize(load_checkpoint(tmp_path / "m")["up.weight"]), jc.dequantize(packed["up"].kernel[...]).T
+    )
