@@ -19,7 +19,7 @@ Tensors = dict[str, np.ndarray]
 F8, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
 DTYPES = {
     "U8": np.uint8, "I8": np.int8, "I16": np.int16, "I32": np.int32, "I64": np.int64, "F16": np.float16,
-    "BF16": BF16, "F32": np.float32, "F8_E4M3": F8, "BOOL": np.bool_,
+    "U32": np.uint32, "BF16": BF16, "F32": np.float32, "F8_E4M3": F8, "BOOL": np.bool_,
 }  # fmt: skip
 NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -343,7 +343,61 @@ def values_int4(t: Tensors) -> np.ndarray:
     return (codes * scale + zero).astype(np.float32)  # exact in float64, rounded once
 
 
+def make_modelopt_nvfp4(rng: np.random.Generator, whole: float = 0.0123) -> Tensors:
+    parts = make_nvfp4(rng, whole)
+    return {
+        "w.weight": parts["w.weight_packed"],
+        "w.weight_scale": parts["w.weight_scale"],
+        "w.weight_scale_2": parts["w.weight_global_scale"].reshape(()),
+    }
+
+
+def values_modelopt_nvfp4(t: Tensors) -> np.ndarray:
+    scale = t["w.weight_scale"].astype(np.float32) * t["w.weight_scale_2"]
+    return E2M1[nibbles(t["w.weight"])] * spread(scale, (3, 64))
+
+
+def make_modelopt_blocks(rng: np.random.Generator) -> Tensors:
+    scale = np.abs(halves(rng, (2, 1, 3, 1), np.float32))
+    return {"w.weight": bytes8(rng, (130, 300)), "w.weight_scale": scale}
+
+
+def values_modelopt_blocks(t: Tensors) -> np.ndarray:
+    scale = t["w.weight_scale"].reshape(2, 3).repeat(128, 0)[:130].repeat(128, 1)[:, :300]
+    return t["w.weight"].astype(np.float32) * scale
+
+
+def mlx_case(bits: int, group: int, dtype: Any = np.float16) -> Case:
+    out, columns = 3, 2 * group
+
+    def make(rng: np.random.Generator) -> Tensors:
+        codes = rng.integers(0, 1 << bits, (out, columns))
+        scales = halves(rng, (out, 2), dtype)
+        edges = scales.astype(np.float32) * rng.integers(1 - (1 << bits), 2, (out, 2))  # as its own scales have them
+        return {
+            "w.weight": words(codes, bits).view(np.uint32), "w.scales": scales, "w.biases": edges.astype(dtype),
+        }  # fmt: skip
+
+    def values(t: Tensors) -> np.ndarray:
+        scale, bias = (spread(t[name].astype(np.float32), (out, columns)) for name in ("w.scales", "w.biases"))
+        return codes_of(t["w.weight"], bits, columns).astype(np.float32) * scale + bias
+
+    return Case("mlx", make, values, {"bits": bits, "group_size": group})
+
+
+_MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+
 CASES: dict[str, Case] = {
+    "modelopt nvfp4": Case("modelopt", make_modelopt_nvfp4, values_modelopt_nvfp4, _MODELOPT),
+    "modelopt nvfp4, power of two": Case(
+        "modelopt", lambda rng: make_modelopt_nvfp4(rng, 2.0**-9), values_modelopt_nvfp4, _MODELOPT
+    ),
+    "modelopt nvfp4 without a configuration": Case("modelopt", make_modelopt_nvfp4, values_modelopt_nvfp4),
+    "modelopt fp8 in blocks": Case(
+        "modelopt", make_modelopt_blocks, values_modelopt_blocks, _MODELOPT | {"quant_algo": "FP8_PB_WO"}
+    ),
+    **{f"mlx {bits} bits": mlx_case(bits, 32) for bits in (2, 3, 4, 5, 6, 8)},
+    "mlx of bfloat16": mlx_case(4, 64, BF16),
     "int4 symmetric": packed_case(4, 32, True),
     "int4 asymmetric": packed_case(4, 32, False),
     "int4 asymmetric, one group": packed_case(4, 70, False),

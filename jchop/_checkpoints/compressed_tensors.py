@@ -359,13 +359,13 @@ def _read_nvfp4(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
 
 def _read_nvfp4_of_modelopt(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
     factor = _tensor_scale(parts, "weight_scale_2")
-    return _nvfp4_array(parts["weight"], parts["weight_scale"], lambda s: s * factor, np.float32(factor), facts)
+    return _nvfp4_array(parts["weight"], parts["weight_scale"], lambda s: s * factor, factor, facts)
 
 
-def _tensor_scale(parts: row.TensorParts, name: str) -> np.ndarray:
+def _tensor_scale(parts: row.TensorParts, name: str) -> np.float32:
     whole = parts[name]
     check(whole.dtype == np.float32 and whole.size == 1, f"{name} must be one float32 number")
-    number = whole.reshape(())
+    number = np.float32(whole.reshape(()))
     check(bool(np.isfinite(number) and number > 0), f"{name}={number} must be a finite number above 0")
     return number
 
@@ -448,8 +448,10 @@ def _write_nvfp4(q: QArray, exact: bool) -> row.WrittenWeight:
             divisor = np.float32(1) / factor
         check(bool(np.isfinite(divisor) and divisor > 0), f"its tensor scale {factor} has no reciprocal")
         numbers = np.unique(scale.astype(np.float32))
+        with np.errstate(over="ignore"):
+            quotients = numbers / divisor
         check(
-            not exact or _same_products(numbers, factor, numbers / divisor),
+            not exact or _same_products(numbers, factor, quotients),
             f"the layout divides by 1 / {factor}, and some numbers would differ in their last bit: exact=False "
             "(--inexact of the command line) permits this, and a tensor scale that is a power of two avoids it",
         )
@@ -473,7 +475,7 @@ NVFP4_ROW = row.LayoutRow("nvfp4-pack-quantized", _NVFP4_PARTS, _LOOK_FOR_NIBBLE
 
 def only_read(q: QArray, exact: bool) -> row.WrittenWeight:
     """The writer of a layout that is only read."""
-    raise ValueError("the layout is only read; compressed-tensors has the same formats")
+    raise ValueError("the layout is only read")
 
 
 # NVIDIA's ModelOpt. Definition: https://github.com/NVIDIA/Model-Optimizer, `torch/export` and

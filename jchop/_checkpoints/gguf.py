@@ -326,7 +326,7 @@ def _read_iq4_nl(blocks: np.ndarray) -> QArray:
     return _level_array(_nibble_codes(blocks[..., 2:]), _block_scale(blocks[..., :2]))
 
 
-def _read_mxfp4(blocks: np.ndarray) -> QArray:
+def _read_mxfp4_blocks(blocks: np.ndarray) -> QArray:
     exponents = np.ascontiguousarray(blocks[..., 0])
     check(not (exponents == 255).any(), "a scale is 255, the code of NaN")
     return qarray_of_codes(_nibble_codes(blocks[..., 1:]), exponents, None, mxfp4)
@@ -335,7 +335,7 @@ def _read_mxfp4(blocks: np.ndarray) -> QArray:
 # -- 64 numbers in four groups under e4m3 scales -----------------------------------------------------------------------
 
 
-def _read_nvfp4(blocks: np.ndarray) -> QArray:
+def _read_nvfp4_blocks(blocks: np.ndarray) -> QArray:
     scale = _code_rows(blocks[..., :4])
     check(bool((scale < 127).all()), "a scale is no number of e4m3 from 0 to 448")
     codes = _code_rows(_bit_fields(blocks[..., 4:].reshape(*blocks.shape[:2], 4, 8), 4))
@@ -462,8 +462,8 @@ GGUF_BLOCKS = {
     23: GGUFBlock("IQ4_XS", 256, 136, _read_iq4_xs),
     34: GGUFBlock("TQ1_0", 256, 54, _read_tq1_0),
     35: GGUFBlock("TQ2_0", 256, 66, _read_tq2_0),
-    39: GGUFBlock("MXFP4", 32, 17, _read_mxfp4),
-    40: GGUFBlock("NVFP4", 64, 36, _read_nvfp4),
+    39: GGUFBlock("MXFP4", 32, 17, _read_mxfp4_blocks),
+    40: GGUFBlock("NVFP4", 64, 36, _read_nvfp4_blocks),
     **{number: GGUFBlock(*row) for number, row in _UNREAD_TYPES.items()},
 }
 #: Where the bytes of an unknown type end is not known.

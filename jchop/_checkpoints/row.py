@@ -342,7 +342,8 @@ def group_by_column(parts: Pieces) -> tuple[Pieces, np.ndarray | None]:
 
 def cast_exactly(values: np.ndarray, dtype: Any, what: str) -> np.ndarray:
     """Values in another dtype; ValueError if they change."""
-    result = values.astype(dtype)
+    with np.errstate(over="ignore"):
+        result = values.astype(dtype)
     same = np.array_equal(result.astype(np.float64), values.astype(np.float64))
     check(same, f"its {what} of dtype {values.dtype} are not exact in {np.dtype(dtype).name}")
     return result

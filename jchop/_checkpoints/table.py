@@ -229,6 +229,8 @@ def code_scale_pairs(entries: Mapping[str, TensorEntry], layout: str) -> dict[st
             other = _CODE_SCALE_PAIRS[codes, scales]
             if not path.endswith(codes) or beside not in entries or other == layout:
                 continue
+            if layout == "mlx" and beside.removesuffix("scales") + layouts.MLX_ROW.anchor in entries:
+                continue
             if not any(has_anchor(beside, "", anchor) for anchor in _ANCHOR_LAYOUTS):
                 why = f"of the layout {other}, not {layout}" if other in LAYOUTS else f"of {other}, which is not read"
                 why = f"the tensors {short_text(name)} and {short_text(beside)} are {why}; {_AS_PLAIN}"
@@ -388,6 +390,7 @@ _LAYOUT_LIST = (
     CheckpointLayout("bitsandbytes", (layouts.NF4_ROW,), _NF4_CONFIG, appends=True),
     CheckpointLayout("torchao", _TORCHAO_ROWS, _torchao_config, records=True),
     CheckpointLayout("modelopt", (replace(ct.MXFP8_ROW, write=ct.only_read), *ct.MODELOPT_ROWS), lambda *_: {}),
+    CheckpointLayout("mlx", (layouts.MLX_ROW,), lambda *_: {}),
     CheckpointLayout("mxfp4", _GPT_OSS_ROWS, _config_of_one_form("mxfp4"), appends=True),
 )
 LAYOUTS = {layout.name: layout for layout in _LAYOUT_LIST}
@@ -408,6 +411,8 @@ def detect_layout(source: ShardFiles) -> str | None:
     method = config.get("quant_method")
     if method is None and fact_field(config, "load_in_4bit", bool, False):
         method = "bitsandbytes"
+    if method is None and any(has_anchor(name, "", layouts.MLX_ROW.anchor) for name in source.entries):
+        method = "mlx"  # which writes no method
     if method is not None:
         name = method
         if method == "gptq" and "gptq_v2" in (config.get("checkpoint_format"), config.get("format")):

@@ -29,7 +29,7 @@ from jchop._checkpoints.checkpoint import (
     TensorNaming,
     open_checkpoint,
 )
-from jchop._checkpoints.compressed_tensors import activation_arguments
+from jchop._checkpoints.compressed_tensors import activation_arguments, only_read
 from jchop._checkpoints.gguf import GGUF_BLOCKS, gguf_header
 from jchop._checkpoints.layouts import TORCHAO_CONFIG
 from jchop._checkpoints.row import LayoutRow, group_lengths, pieces
@@ -243,8 +243,9 @@ def _write_tensors(
 def _in_model_dtype(value: ModelArray, options: WriteOptions) -> ModelArray:
     """An array whose dtype, if it is quantized, is that of the model, which layouts without dtypes read as float32."""
     dtype = options.config.get("dtype", options.config.get("torch_dtype"))
-    known = options.layout in LAYOUTS and isinstance(value, QArray) and dtype in _MODEL_DTYPES
-    return replace(value, dtype=_MODEL_DTYPES[dtype]) if known else value
+    if isinstance(value, QArray) and options.layout in LAYOUTS and dtype in _MODEL_DTYPES:
+        return replace(value, dtype=_MODEL_DTYPES[dtype])
+    return value
 
 
 def _write_json(path: Path, value: Any) -> None:
@@ -324,6 +325,11 @@ class LayoutRecord:
             f"(out, in). The layouts {OWN_LAYOUT} and {PLAIN_LAYOUT} hold any name; "
             "names= of jchop.save_checkpoint gives others",
         )
+        if all(row.write is only_read for row in layout.rows):
+            raise ValueError(
+                f"{name!r} is quantized, and the layout {layout.name} is only read; compressed-tensors, torchao and "
+                "others are written, too"
+            )
         reasons = []
         inputs = activation_arguments(activation) if layout.activations and activation is not None else None
         for row in sorted(layout.rows, key=lambda row: inputs is not None and not row.float_inputs):
@@ -472,7 +478,8 @@ def save_checkpoint(
             which are written as they are. Or a module of Equinox or a container of arrays and QArrays; the name of an
             array is its path, joined with dots. A quantized array must have a name that ends in ``weight`` and the axes
             (out, in), except in ``"jchop"``, ``"gguf"`` and ``"mxfp4"``.
-        layout: as in `jchop.load_checkpoint`, without ``"auto"``. ``"plain"`` writes the numbers of QArrays.
+        layout: as in `jchop.load_checkpoint`, without ``"auto"`` and those that are only read: ``"modelopt"`` and
+            ``"mlx"``. ``"plain"`` writes the numbers of QArrays.
         names: a function that gives a tensor's name in the file for that by its path. Default: the same.
         config: fields for ``config.json`` of a folder; ``quantization_config`` is added. Default: none.
         exact: whether an array whose numbers would change in their last bit (NVFP4) is an error. Default True.

@@ -246,6 +246,8 @@ UNHELD = [
     ("nf4(scale=uint8(group=256,zero_point=float))", "bitsandbytes", "scales are .* not floats"),
     ("e3m2fn(group=32)", "compressed-tensors", "holds, for example, nvfp4, int4"),
     ("bfloat16", "gptq", "it has no scales"),
+    ("int4(group=32)", "mlx", "the layout mlx is only read"),
+    ("nvfp4", "modelopt", "the layout modelopt is only read"),
 ]
 
 
@@ -453,7 +455,6 @@ UNREAD = {
     "DFloat11": ("l.encoded_exponent", "l.sign_mantissa", np.uint8),
     "Marlin": ("l.B", "l.s", np.int32),
     "BitNet": ("l.weight", "l.weight_scale", np.uint8),
-    "NVFP4 of modelopt": ("l.weight", "l.weight_scale_2", np.uint8),
 }
 
 
