@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._checkpoints.gguf import GGUF_BLOCKS, READABLE_TYPES, GGUFFile, is_gguf
+from jchop._checkpoints.gguf import GGUF_BLOCKS, READABLE_TYPES, GGUFFile, GGUFKeys, is_gguf
 from jchop._checkpoints.table import LAYOUTS, UnreadWeight, code_scale_pairs, detect_layout
 from jchop._common.checks import check, check_bool, check_choice, place_in_errors
 from jchop._common.files import as_path, short_text
@@ -80,6 +80,10 @@ class Checkpoint(ABC):
         with place_in_errors(f"{self.path}: {short_text(name)}", _READ_ERRORS):
             return self._read(name, exact)
 
+    def gguf_keys(self) -> GGUFKeys | None:
+        """The keys of a GGUF file; None if it is none."""
+        return None
+
     @abstractmethod
     def _read(self, name: str, exact: bool) -> QArray | np.ndarray:
         """An array that is not `unread`."""
@@ -124,6 +128,9 @@ class _GGUFCheckpoint(Checkpoint):
             if blob.kind not in READABLE_TYPES:
                 read = ", ".join(GGUF_BLOCKS[kind].name for kind in READABLE_TYPES)
                 self.unread[name] = f"tensor {short_text(name)} is {kind}, which jchop does not read; it reads {read}"
+
+    def gguf_keys(self) -> GGUFKeys | None:
+        return self._file.read_keys()
 
     def _read(self, name: str, exact: bool) -> QArray | np.ndarray:
         blob, data = self._file.tensors[name], self._file.read(name)

@@ -51,6 +51,14 @@ class GGUFTensor(NamedTuple):
     nbytes: int
 
 
+class GGUFKeys(NamedTuple):
+    """The keys of a file: how many, their bytes, and the alignment of tensors that is among them."""
+
+    count: int
+    data: bytes
+    alignment: int = 32
+
+
 class GGUFFile(RegularFile):
     """A GGUF file open for reading: it reads the header at once, the bytes of each tensor on request.
 
@@ -76,6 +84,11 @@ class GGUFFile(RegularFile):
         blob = self.tensors[name]
         return self.read_bytes(self._data + blob.start, blob.nbytes, f"tensor {short_text(name)}")
 
+    def read_keys(self) -> GGUFKeys:
+        """The keys of the file, such as the tokenizer, as they are."""
+        count, start, size, alignment = self._keys
+        return GGUFKeys(count, self.read_bytes(start, size, "the keys").tobytes(), alignment)
+
     def _read_header(self) -> None:
         self._remaining_bytes, self._strings = self.file_size, 0
         with place_in_errors(f"{self.path} is not a GGUF file"):
@@ -86,7 +99,7 @@ class GGUFFile(RegularFile):
             for name, count in (("tensors", tensors), ("keys", keys)):
                 if count > min(MOST_ENTRIES, self._remaining_bytes):
                     raise ValueError(f"it has {count} {name}, more than its bytes or {MOST_ENTRIES}")
-            alignment = 32
+            alignment, start = 32, self._file.tell()
             for _ in range(keys):
                 key, kind = self._read_string(), self._number(4)
                 if key == _ALIGNMENT_KEY and kind == _UINT32_TYPE:
@@ -95,6 +108,7 @@ class GGUFFile(RegularFile):
                         raise ValueError(f"the alignment {alignment} is no power of two up to 2^20")
                 else:
                     self._skip_value(kind, 0)
+            self._keys = keys, start, self._file.tell() - start, alignment
             self.tensors: dict[str, GGUFTensor] = {}
             for _ in range(tensors):
                 name = self._read_string()
@@ -171,18 +185,23 @@ def _check_gguf_places(tensors: Mapping[str, GGUFTensor], size: int) -> None:
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def gguf_header(tensors: Mapping[str, tuple[int, tuple[int, ...], int]]) -> tuple[bytes, dict[str, int], int]:
+def gguf_header(
+    tensors: Mapping[str, tuple[int, tuple[int, ...], int]], keys: GGUFKeys | None = None
+) -> tuple[bytes, dict[str, int], int]:
     """The header of a GGUF file of version 3, the first byte of each tensor in the file, and the end of the file.
 
     Args:
         tensors: type, shape in C order and bytes of each tensor.
+        keys: of the file. Default: the fewest that a file has.
 
     Raises:
         ValueError: for a name that is too long, or too many axes.
     """
-    header = _GGUF_MAGIC + _int_bytes(3, 4) + _int_bytes(len(tensors), 8) + _int_bytes(2, 8)
-    header += _string_bytes("general.quantization_version") + _int_bytes(_UINT32_TYPE, 4) + _int_bytes(2, 4)
-    header += _string_bytes("general.architecture") + _int_bytes(_STRING_TYPE, 4) + _string_bytes("unknown")
+    if keys is None:
+        data = _string_bytes("general.quantization_version") + _int_bytes(_UINT32_TYPE, 4) + _int_bytes(2, 4)
+        data += _string_bytes("general.architecture") + _int_bytes(_STRING_TYPE, 4) + _string_bytes("unknown")
+        keys = GGUFKeys(2, data)
+    header = _GGUF_MAGIC + _int_bytes(3, 4) + _int_bytes(len(tensors), 8) + _int_bytes(keys.count, 8) + keys.data
     at, places = 0, {}
     for name, (kind, shape, nbytes) in tensors.items():
         if len(shape) > _MOST_GGUF_AXES:
@@ -190,8 +209,8 @@ def gguf_header(tensors: Mapping[str, tuple[int, tuple[int, ...], int]]) -> tupl
         header += _string_bytes(name) + _int_bytes(len(shape), 4)
         header += b"".join(_int_bytes(n, 8) for n in shape[::-1]) + _int_bytes(kind, 4) + _int_bytes(at, 8)
         places[name] = at
-        at += -(-nbytes // 32) * 32
-    header += bytes(-len(header) % 32)
+        at += -(-nbytes // keys.alignment) * keys.alignment
+    header += bytes(-len(header) % keys.alignment)
     return header, {name: len(header) + place for name, place in places.items()}, len(header) + at
 
 

@@ -30,7 +30,7 @@ from jchop._checkpoints.checkpoint import (
     open_checkpoint,
 )
 from jchop._checkpoints.compressed_tensors import activation_arguments, only_read
-from jchop._checkpoints.gguf import GGUF_BLOCKS, gguf_header
+from jchop._checkpoints.gguf import GGUF_BLOCKS, GGUFKeys, gguf_header
 from jchop._checkpoints.layouts import TORCHAO_CONFIG
 from jchop._checkpoints.row import LayoutRow, group_lengths, pieces
 from jchop._checkpoints.table import CONFIG_FIELD, INPUT_ACTIVATIONS, LAYOUTS, WEIGHT_NAME, CheckpointLayout
@@ -66,6 +66,7 @@ class WriteOptions:
             fails.
         others: files that are copied into a folder, unless it has one of that name. Default: none.
         progress: function of a name, the bytes that are done, and the total.
+        gguf_keys: of a GGUF file. Default: the fewest.
     """
 
     layout: str
@@ -75,6 +76,7 @@ class WriteOptions:
     run: str = ""
     others: Sequence[Path] = ()
     progress: ByteProgress = no_progress
+    gguf_keys: GGUFKeys | None = None
 
 
 def write_jobs(jobs: Sequence[WriteJob], target: Path, options: WriteOptions) -> bool:
@@ -87,7 +89,7 @@ def write_jobs(jobs: Sequence[WriteJob], target: Path, options: WriteOptions) ->
             f"{target}: layout={layout!r}, but files that end in .gguf, and only these, have the layout 'gguf'"
         )
     if layout == GGUF_LAYOUT:
-        _write_gguf(jobs, target, options.progress)
+        _write_gguf(jobs, target, options)
     elif suffix == ".safetensors":
         in_memory = replace(options, shard_bytes=SHARD_BYTES)
         _write_tensors(target, jobs, in_memory, 0, sum(job.nbytes for job in jobs), config=False)
@@ -399,7 +401,7 @@ def _check_without_config(row: LayoutRow, parts: dict[str, np.ndarray], q: QArra
 # -- GGUF files: each array is asked for twice, first for its type and bytes, then for the bytes themselves ------------
 
 
-def _write_gguf(jobs: Sequence[WriteJob], target: Path, progress: ByteProgress) -> None:
+def _write_gguf(jobs: Sequence[WriteJob], target: Path, options: WriteOptions) -> None:
     """Writes arrays to a GGUF file, in one step.
 
     Raises:
@@ -412,9 +414,9 @@ def _write_gguf(jobs: Sequence[WriteJob], target: Path, progress: ByteProgress) 
         kind, data = _gguf_type_and_bytes(job.name, value)
         places[job.name] = (kind, tuple(value.shape), data.nbytes)
         position += job.nbytes
-        progress(job.name, position, total)
+        options.progress(job.name, position, total)
 
-    header, starts, end = gguf_header(places)
+    header, starts, end = gguf_header(places, options.gguf_keys)
 
     def write(file: Any) -> None:
         at = position
@@ -424,7 +426,7 @@ def _write_gguf(jobs: Sequence[WriteJob], target: Path, progress: ByteProgress) 
             file.seek(starts[job.name])
             file.write(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
             at += job.nbytes
-            progress(job.name, at, total)
+            options.progress(job.name, at, total)
         file.truncate(end)
 
     files.write_atomically(target, write)
@@ -578,6 +580,7 @@ def convert_checkpoint(
         state = [(path.name, facts.st_size, facts.st_mtime_ns) for path, facts in states if path.is_file()]
         run = f"{state!r} {options}"
         how = WriteOptions(layout, checkpoint.config, exact, shard_bytes, run, _other_files(source), progress)
+        how = replace(how, gguf_keys=checkpoint.gguf_keys() if layout == GGUF_LAYOUT else None)
         return write_jobs(jobs, target, how)
 
 
