@@ -92,6 +92,7 @@ WORKS: dict[str, tuple[Callable[[], Any], Any]] = {
     "rounded gradients": (lambda: str(jc.optim.round_updates("bf16", scale=0.5).init(X).key), "None"),
     "a list of integers": (lambda: jc.round_to_format([1, 2], "bf16").tolist(), [1.0, 2.0]),
     "inputs of one argument": (lambda: jc.tune(jnp.sin, ["bf16", "tf32"], [1.0, 2.0], 0.1).rows[0].spec, "bfloat16"),
+    "a tree as an array": (lambda: jc.quantize({"w": W}, {"w": "int8"})["w"].nbytes, 36),
     "options by position": (lambda: str(jc.Spec("e4m3fn", "stochastic")), "float8_e4m3fn:stochastic"),
 }
 
@@ -128,7 +129,8 @@ ANSWERED: dict[str, tuple[Callable[[], Any], str]] = {
     "the function second": (lambda: untyped.emulate("bf16", jnp.sin), "the function comes first"),
     "values of a scaled format": (lambda: untyped.formats.mxfp4.values(), "see those of mxfp4.element"),
     "a model as an array": (lambda: jc.quantize(model(), "int4"), "jchop.nn.quantize takes models"),
-    "a tree as an array": (lambda: jc.quantize({"w": W}, "int4"), "jax.tree.map"),
+    "quantize_params": (lambda: untyped.nn.quantize_params, r"write jchop.quantize\(params, rules\)"),
+    "scales of a tree": (lambda: untyped.quantize({"w": W}, "int8", scale=1.0), "are for one array"),
     "an unknown mode": (lambda: untyped.nn.quantize(model(), "int8", mode="int8"), "must be one of 'qat', 'ptq'"),
     "Linen and data": (lambda: quantized(linen.Dense(4), batches=[X]), r"\.pack\(variables,"),
     "data in training": (lambda: jc.nn.quantize(model(), "int8", batches=[X]), "use mode='ptq' or 'weight_only'"),

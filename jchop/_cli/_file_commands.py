@@ -198,6 +198,7 @@ def _checkpoint_contents(source: Checkpoint, as_json: bool) -> str:
         return json.dumps({"layout": source.layout, "arrays": arrays, "bytes": sizes}, indent=1)
     lines = [f"layout: {source.layout}", cli.text_table(rows, "<<<>>"), ""]
     lines += [f"{count:,} bytes  {format}" for format, count in totals.most_common()]
+    lines += [f"unread: {why}" for why in source.unread.values()]
     return "\n".join(cli.printable(line) if "\n" not in line else line for line in lines)
 
 

@@ -118,8 +118,15 @@ class Tables:
         for part in self._parts():
             if isinstance(part, str):
                 lines += [part] if width is None or len(part) <= width else wrap(part, width, subsequent_indent="  ")
-            else:
-                lines += table_lines(part, self._align, width, self._optional)
+                continue
+            notes: list[str] = []
+            is_wide = width is not None and max(map(len, table_lines(part, self._align))) > width
+            if is_wide and part[0][-1] == "note":  # in lines of their own, since a cut note says nothing
+                notes = [f"{row[0]}: {row[-1]}".removeprefix(": ") for row in part[1:] if row[-1]]
+                part = [row[:-1] for row in part]
+            lines += table_lines(part, self._align[: len(part[0])], width, self._optional)
+            for note in notes:
+                lines += wrap(note, width or 1, subsequent_indent="  ")
         return "\n".join(lines)
 
     def __str__(self) -> str:

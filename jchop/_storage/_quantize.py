@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.core
@@ -16,6 +18,7 @@ from jax import export, lax
 
 from jchop._common.bit_ops import CARRIERS, enable_x64_for, reshape
 from jchop._common.checks import check, check_bool, check_choice, check_float, check_int
+from jchop._common.on_demand import load_name
 from jchop._common.settings import always_jit
 from jchop._core.rounding.random_bits import StreamOffset, seed_words
 from jchop._core.scaled.groups import Groups
@@ -40,19 +43,31 @@ from jchop.formats import ElementFormat, ScaledFormat, UniformFormat
 from jchop.formats.rounding import Rounding
 
 Array = jax.Array
-_StorageSpec = SpecLike
 
 
+@overload
+def quantize(x: Mapping[Any, Any] | list[Any] | tuple[Any, ...], spec: Any, key: Array | None = None) -> Any: ...
+@overload
 def quantize(
     x: Any,
-    spec: _StorageSpec,
+    spec: SpecLike,
     key: Array | None = None,
     *,
     scale: _codes.Scale = None,
     zero_point: Any = None,
     offset: Any = 0,
     impl: Impl = "auto",
-) -> QArray:
+) -> QArray: ...
+def quantize(
+    x: Any,
+    spec: Any,
+    key: Array | None = None,
+    *,
+    scale: _codes.Scale = None,
+    zero_point: Any = None,
+    offset: Any = 0,
+    impl: Impl = "auto",
+) -> Any:
     """`x` as codes and scales. `dequantize` of them equals `round_to_format`, bit for bit.
 
     Works under jit (with `spec` static), vmap, scan and on sharded arrays. The codes have no derivative; use
@@ -62,7 +77,11 @@ def quantize(
         x: float16, bfloat16, float32 or float64, any shape. A JAX array gives JAX leaves, other arrays NumPy leaves.
         spec: a scaled format or a plain one, a `Spec` of one, or text such as ``"int4(group=128,scale=bfloat16)"``. Its
             gradient has no effect.
-        key: a typed key, needed by the stochastic modes.
+
+            For a pytree `x`: rules for the paths of its leaves ([](patterns.md)), a mapping ``{"kernel": "int8"}`` or
+            `jchop.Rule`, of which the first that matches applies. A text is for all leaves. A tree has no products, so
+            axes are those of the arrays: a kernel (in, out) has blocks along the sum in ``"int4(group=32,axis=0)"``.
+        key: a typed key, needed by the stochastic modes; it is split, one for each leaf.
         scale: scales to use instead of the scales of the format's rule, in the form of `fit_scale`: finite numbers
             above zero, which are stored unchanged. Within jit their values are not known and not checked: NaN gives
             NaN, and under a scale of 0 or below codes and numbers have no meaning. Default: fitted to `x`.
@@ -72,7 +91,8 @@ def quantize(
         impl: as in `round_to_format`.
 
     Returns:
-        A `QArray`. If the format has no NaN, a NaN becomes its largest value.
+        A `QArray`. If the format has no NaN, a NaN becomes its largest value. For a tree, the tree with QArrays in
+        place of arrays; leaves that no rule matches are the same arrays.
 
     Raises:
         TypeError: for a dtype that is not a carrier, or a key that is not a typed key.
@@ -86,7 +106,15 @@ def quantize(
         (['0x26', '0x79'], [125, 131])
         >>> jc.dequantize(q).tolist()
         [1.0, 0.25, -8.0, 96.0]
+        >>> params = {"dense": {"kernel": jnp.ones((64, 8)), "bias": jnp.zeros(8)}}
+        >>> packed = jc.quantize(params, {"kernel": "int4(group=32,axis=0)"})
+        >>> packed["dense"]["kernel"].nbytes, jc.dequantize(packed)["dense"]["kernel"].shape
+        (320, (64, 8))
     """
+    if isinstance(x, Mapping) or _are_rules(spec):
+        alone = scale is None and zero_point is None and impl == "auto"
+        check(alone, "scale=, zero_point= and impl= are for one array, and x is a tree of arrays")
+        return load_name("jchop._quantized.quantize_tree", "quantize_tree")(x, spec, key)
     check_choice("impl", impl, IMPLEMENTATIONS)
     spec = replace(as_spec(spec, scaled=True), gradient=Gradient())
     array, numpy = as_array("x", x), not isinstance(x, Array)
@@ -112,6 +140,12 @@ def quantize(
         qvalue, scale, zero_point, places = jax.tree.map(_leaf_to_numpy, parts) if numpy else parts
     size = array.shape[-1] if array.ndim else None
     return QArray(qvalue, scale, zero_point, spec, size, np.dtype(array.dtype), places)
+
+
+def _are_rules(spec: Any) -> bool:
+    """Whether a value is rules for the leaves of a tree, whose class is not imported for this."""
+    loaded = sys.modules.get("jchop._quantized.products.rule")
+    return isinstance(spec, Mapping | list | tuple) or (loaded is not None and isinstance(spec, loaded.Rule))
 
 
 def dequantize(q: Any, dtype: Any = None, *, add_to: Any = None) -> Any:
@@ -287,7 +321,7 @@ export.register_pytree_node_serialization(
 )
 
 
-def fit_scale(x: Any, spec: _StorageSpec) -> tuple[_codes.Scale, Any]:
+def fit_scale(x: Any, spec: SpecLike) -> tuple[_codes.Scale, Any]:
     """The scales and zero points that `quantize` chooses, to be kept, averaged, or used for other arrays.
 
     Args:

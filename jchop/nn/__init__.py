@@ -11,7 +11,7 @@ require_extra("jchop.nn", "flax", ("flax",))
 from flax import nnx
 
 from jchop._common.on_demand import on_demand
-from jchop.nn._arrays import quantize_params, shard
+from jchop.nn._arrays import shard
 from jchop.nn._fit import calibrate, fold_batch_norms
 from jchop.nn._lora import add_lora, load_lora, lora_mask, merge_lora, save_lora, split_lora
 from jchop.nn._nnx.layers import QUANTIZED_CLASSES
@@ -57,6 +57,7 @@ __getattr__, __dir__ = on_demand(
         "quantize_with_data": "jchop.nn.quantize(model, rules, 'ptq', batches=batches)",
         "linen": "jchop.nn.quantize(module, rules), and jchop.nn.add_lora(variables, rules, fun=...)",
         "correct_biases": "jchop.nn.quantize(model, rules, 'ptq', batches=batches, steps=[jchop.ptq.correct_biases()])",
+        "quantize_params": "jchop.quantize(params, rules)",
         "save": "jchop.save(path, model)",
         "load": "jchop.load(path, like=model)",
         "save_checkpoint": "jchop.save_checkpoint(path, model, layout)",
@@ -101,7 +102,6 @@ __all__ = [
     "lora_mask",
     "merge_lora",
     "quantize",
-    "quantize_params",
     "recipe",
     "report",
     "save_lora",

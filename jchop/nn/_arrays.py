@@ -1,4 +1,4 @@
-"""A model as a tree of arrays: `quantize_params` and `shard` by patterns of paths."""
+"""A model as a tree of arrays, and `shard` by patterns of paths."""
 
 from __future__ import annotations
 
@@ -6,89 +6,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jchop._common.checks import check
-from jchop._common.paths import check_pattern_mapping, first_matches, nearest_paths_hint
-from jchop._common.settings import split_prng_key
-from jchop._quantized.products.operand_layout import check_finite
-from jchop._quantized.products.rule import ROUNDING_FIELDS, Location, Rule, RuleLike, as_rule_tuple, rule_index
-from jchop._storage import QArray, quantize
+from jchop._common.paths import check_pattern_mapping, first_matches
+from jchop._storage import QArray
 from jchop._storage._array import check_group_sharding
 from jchop.nn._trees.equinox_modules import is_equinox_module
 
 Array = jax.Array
-
-
-def quantize_params(params: Any, rules: RuleLike, key: Array | None = None) -> Any:
-    """A pytree of parameters with those that rules match stored packed, as `jchop.QArray`.
-
-    For models of any library: `jchop.dequantize` gives the arrays back, within `jax.jit` each where it
-    is used. The tree has no products, so the axes of a scaled format are those of the arrays themselves: for a kernel
-    (in, out) blocks along the sum are ``"int4(group=32,axis=0)"``, and a scale for each output is
-    ``"int8(channel=1)"``.
-
-    Args:
-        params: a pytree of arrays.
-        rules: a `Rule`, or several, whose patterns are for paths of leaves (``"kernel"``), the first that matches
-            counting, and which have a weight alone, or nothing.
-        key: a typed key if a rule is stochastic; it is split, one for each leaf.
-
-    Returns:
-        The tree with QArrays in place of arrays. Leaves that no rule matches are the same arrays.
-
-    Raises:
-        TypeError: for rules that are none, or a matched leaf that is no array of a carrier dtype.
-        ValueError: for a rule that matches no leaf or has another field than a weight; a stochastic one without a key;
-            infinities or NaN in a leaf to be packed; an array without the axes that its format names.
-
-    Example:
-        >>> import jax.numpy as jnp, jchop as jc
-        >>> params = {"dense": {"kernel": jnp.ones((64, 8)), "bias": jnp.zeros(8)}}
-        >>> packed = jc.nn.quantize_params(params, jc.Rule("kernel", weight="int4(group=32,axis=0)"))
-        >>> packed["dense"]["kernel"].nbytes, jc.dequantize(packed)["dense"]["kernel"].shape
-        (320, (64, 8))
-    """
-    all_rules = as_rule_tuple(rules)
-    for rule in all_rules:
-        wrong = [name for name in ROUNDING_FIELDS if name != "weight" and getattr(rule, name) is not None]
-        wrong += [name for name in ("layer", "operation") if getattr(rule, name) is not None]
-        if wrong:
-            raise ValueError(f"{rule}: parameters have a weight alone, and {', '.join(wrong)} has no effect on them")
-    leaves, tree = jax.tree_util.tree_flatten_with_path(params)
-    if key is not None and not (isinstance(key, Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
-        raise TypeError(f"key={key!r} must be a typed key, as jax.random.key(0) gives")
-    keys = [None] * len(leaves) if key is None else list(split_prng_key(key, len(leaves)))
-    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    rule_indices = [rule_index(path, all_rules) for path in paths]
-    idle_rules = [rule for index, rule in enumerate(all_rules) if index not in rule_indices]
-    if idle_rules:
-        raise ValueError(
-            f"{', '.join(map(str, idle_rules))} matches no leaf, or only such as an earlier rule matches"
-            f"{nearest_paths_hint([rule.path for rule in idle_rules], paths)}"
-        )
-    return jax.tree.unflatten(
-        tree,
-        [
-            leaf if index is None else _quantize_leaf(path, leaf, all_rules[index], key)
-            for path, index, (_, leaf), key in zip(paths, rule_indices, leaves, keys, strict=True)
-        ],
-    )
-
-
-def _quantize_leaf(path: str, leaf: Any, rule: Rule, key: Array | None) -> Any:
-    if rule.weight is None:
-        return leaf
-    try:
-        array = leaf if isinstance(leaf, Array) else jnp.asarray(leaf)
-        qarray = quantize(array, rule.weight, key)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"the leaf {path!r}, by {rule}: {error}") from None
-    check_finite(array, f"weight of the {Location('leaf', path, rule)}")
-    return qarray
 
 
 def shard(model: Any, rules: Mapping[str, PartitionSpec], mesh: Mesh) -> Any:

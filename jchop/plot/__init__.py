@@ -1,4 +1,4 @@
-"""Pictures: heat maps of tables, values of a format on the number line, rounding errors, bits against errors.
+"""Pictures: dot plots, values of a format on the number line, rounding errors, bits against errors.
 
 Reports draw themselves: ``report.plot()``.
 
@@ -7,7 +7,7 @@ first use. pyplot is not imported, so no window opens and no global state change
 """
 
 from jchop._common.on_demand import on_demand
-from jchop.plot._charts import Panel, heat_map, pareto
+from jchop.plot._charts import dot_plot, pareto
 from jchop.plot._formats import code_histogram, rounding_error, value_grid
 
 __getattr__, __dir__ = on_demand(
@@ -17,4 +17,4 @@ __getattr__, __dir__ = on_demand(
     dict.fromkeys(("report", "blame", "tune", "sensitivity", "calibration"), "found.plot(), a method of the report"),
 )
 
-__all__ = ["Panel", "code_histogram", "heat_map", "pareto", "rounding_error", "value_grid"]
+__all__ = ["code_histogram", "dot_plot", "pareto", "rounding_error", "value_grid"]

@@ -1,14 +1,14 @@
-"""Parts that all pictures have: colours, an empty figure, bars, a legend; heat maps, bits against a figure of merit."""
+"""Parts that all pictures have: colours, an empty figure, bars, a legend; dot plots, bits against a figure of merit."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jchop._common.checks import check
 from jchop._common.files import require_extra
 from jchop.formats import CodebookFormat, ElementFormat, ScaledFormat, parse_format
 
@@ -104,116 +104,68 @@ def draw_frame(axes: Axes, *hidden: str, grid: bool = True) -> None:
 
 # -- charts -----------------------------------------------------------------------------------------------------------
 
-#: Of red, green and blue (WCAG 2, without gamma), to choose black or white text.
-_LUMINANCE_WEIGHTS = (0.2126, 0.7152, 0.0722)
+_DOT_COLOURS = (
+    BLUE,
+    ORANGE,
+    RED,
+    "#7b3294",
+    "#1b9e77",
+    "#e7298a",
+    "#666666",
+    "#a6761d",
+    "#66a61e",
+    "#80b1d3",
+    "#e6ab02",
+)
 
 
-@dataclass(frozen=True)
-class Panel:
-    """One heat map of a figure.
-
-    Args:
-        values: numbers, rows by columns; NaN is drawn grey and written "nan".
-        title: name of the numbers, with their unit.
-        text: `format` specification of the number in a cell; default ``".1f"``.
-        log: whether the colour scale is logarithmic (positive values); default False.
-        low_is_good: whether bright colours mean low values; default False.
-        ceiling: upper end of the colour scale; higher values have the last colour. Default: the largest value.
-        spread: numbers below the values, with "±"; in the shape of `values`, NaN for none. Default None.
-
-    Example:
-        >>> from jchop import plot
-        >>> plot.Panel([[97.8, 11.5]], "accuracy (%)").text
-        '.1f'
-    """
-
-    values: Any
-    title: str
-    text: str = ".1f"
-    log: bool = False
-    low_is_good: bool = False
-    ceiling: float = math.inf
-    spread: Any = None
-
-
-def heat_map(
-    panels: Sequence[Panel], rows: Sequence[str], columns: Sequence[str], *, title: str, note: str = ""
+def dot_plot(
+    values: Mapping[str, Sequence[float]], rows: Sequence[str], *, xlabel: str, title: str, note: str = ""
 ) -> Figure:
-    """Tables side by side as heat maps, with the numbers written in the cells.
+    """A dot plot: one row for each name, with a dot for each series.
+
+    The axis is linear to 1 and logarithmic beyond, so that small and large values are seen together. A value below 0
+    stands at 0. A value that is no number has a cross at the right end.
 
     Args:
-        panels: the tables, each ``len(rows)`` by ``len(columns)``.
-        rows: names of the rows, top to bottom, shared by all panels.
-        columns: names of the columns, left to right.
-        title: the title above the panels.
-        note: a line below them. Default: none.
+        values: the numbers of each series by its name, one for each row.
+        rows: names of the rows, top to bottom.
+        xlabel: name of the numbers, with their unit.
+        title: the title above.
+        note: a line below. Default: none.
 
     Raises:
-        ValueError: for a panel whose values or spread have another shape.
+        ValueError: for a series with another length than `rows`.
 
     Example:
         >>> from jchop import plot
-        >>> panel = plot.Panel([[97.8, 11.5]], "accuracy (%)")
-        >>> figure = plot.heat_map([panel], ["e4m3"], ["nearest_even", "down"], title="Digits")
-        >>> len(figure.axes)
-        2
+        >>> drops = {"nearest_even": [0.2, 40.0], "stochastic": [0.1, 12.0]}
+        >>> figure = plot.dot_plot(drops, ["e4m3", "e2m1"], xlabel="points lost", title="Digits")
+        >>> [label.get_text() for label in figure.axes[0].get_yticklabels()]
+        ['e4m3', 'e2m1']
     """
-    for panel in panels:
-        for field, table in (("values", panel.values), ("spread", panel.spread)):
-            if table is not None and np.shape(table) != (len(rows), len(columns)):
-                raise ValueError(
-                    f"panels: {field} of {panel.title!r} has shape {np.shape(table)}; rows and columns require "
-                    f"{(len(rows), len(columns))}"
-                )
-    row_height = 0.36 if all(panel.spread is None for panel in panels) else 0.42
-    width = 2.0 + len(panels) * (1.2 + 0.78 * len(columns))
-    figure = new_figure(max(width, 6.0), 2.3 + row_height * len(rows), title)
-    if note:
-        figure.supxlabel(note, fontsize=11, color=INK)
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels, strict=True):
-        _draw_panel(figure, axes, panel, rows, columns)
+    for name, numbers in values.items():
+        check(len(numbers) == len(rows), f"values: {name!r} has {len(numbers)} numbers, and rows has {len(rows)}")
+    figure = new_figure(10, 1.8 + 0.32 * len(rows), title)
+    axes, places = figure.subplots(), np.arange(len(rows))
+    table = np.asarray(list(values.values()), np.float64)
+    finite = np.isfinite(table)
+    right = 1.5 * max(1.0, np.max(table, initial=0.0, where=finite))
+    axes.set_xscale("symlog", linthresh=1.0)
+    axes.set_xlim(-0.1, right)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_yticks(places, rows, fontsize=9)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    shown = np.where(finite, np.maximum(table, 0.0), right)
+    axes.hlines(places, shown.min(axis=0), shown.max(axis=0), color="#bbbbbb", linewidth=1, zorder=1)
+    for index, name in enumerate(values):
+        colour, on_axis = _DOT_COLOURS[index % len(_DOT_COLOURS)], finite[index]
+        axes.scatter(shown[index][on_axis], places[on_axis], color=colour, s=26, label=name, zorder=2, clip_on=False)
+        axes.scatter(shown[index][~on_axis], places[~on_axis], color=colour, marker="X", s=34, zorder=2, clip_on=False)
+    axes.set_xlabel(xlabel if not note else f"{xlabel}\n{note}", fontsize=10)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, fontsize=9, frameon=False)
+    draw_frame(axes)
     return figure
-
-
-def _draw_panel(figure: Figure, axes: Axes, panel: Panel, rows: Sequence[str], columns: Sequence[str]) -> None:
-    from matplotlib import colormaps
-
-    values = np.asarray(panel.values, np.float64)
-    spread = np.full(values.shape, np.nan) if panel.spread is None else np.asarray(panel.spread, np.float64)
-    colours = colormaps["viridis_r" if panel.low_is_good else "viridis"].with_extremes(bad="#d9d9d9")
-    scale = _colour_scale(panel, values)
-    image = axes.imshow(np.ma.masked_invalid(values), cmap=colours, norm=scale, aspect="auto")
-    axes.set_title(panel.title, fontsize=12, color=INK)
-    axes.set_xticks(range(len(columns)), [name.replace("_", "\n", 1) for name in columns], fontsize=10)
-    axes.set_yticks(range(len(rows)), rows, fontsize=10)
-    axes.set_xticks(np.arange(1, len(columns)) - 0.5, minor=True)
-    axes.set_yticks(np.arange(1, len(rows)) - 0.5, minor=True)
-    axes.grid(which="minor", color="white", linewidth=1.0)
-    axes.tick_params(which="both", length=0)
-    axes.spines[:].set_visible(False)
-    for (row, column), value in np.ndenumerate(values):
-        luminance = np.dot(_LUMINANCE_WEIGHTS, colours(scale(value))[:3])
-        bright = not np.isfinite(value) or luminance > 0.45
-        text = format(value, panel.text) if np.isfinite(value) else str(value)
-        if np.isfinite(spread[row, column]):
-            text += f"\n±{spread[row, column]:{panel.text}}"
-        size = 8.5 if "\n" in text else 9.5
-        axes.text(column, row, text, ha="center", va="center", fontsize=size, color="black" if bright else "white")
-    extension = "max" if (values[np.isfinite(values)] > panel.ceiling).any() else "neither"
-    bar = figure.colorbar(image, ax=axes, fraction=0.04, pad=0.02, aspect=34, extend=extension)
-    bar.outline.set_visible(False)  # type: ignore[operator]
-    bar.ax.tick_params(labelsize=9)
-
-
-def _colour_scale(panel: Panel, values: np.ndarray) -> Any:
-    from matplotlib.colors import LogNorm, Normalize
-
-    finite = values[np.isfinite(values) & ((values > 0) | (not panel.log))]
-    low, high = (finite.min(), finite.max()) if finite.size else (1.0, 1.0)
-    high = min(high, panel.ceiling)
-    if low >= high:
-        low, high = (low / 2, low * 2) if panel.log else (low - 1, low + 1)
-    return (LogNorm if panel.log else Normalize)(low, high)
 
 
 def pareto(

@@ -381,35 +381,27 @@ class StudyResult(SavedStudy):
         raise KeyError((fmt, rounding))
 
     def plot(self) -> Figure:
-        """Two heat maps, accuracy and mean cross-entropy, with the rows of the tables.
-
-        The colours of the cross-entropy are logarithmic and end at 10 nats.
+        """The accuracy that each format loses, in points: a row for each format, a dot for each mode.
 
         Raises:
             ModuleNotFoundError: if matplotlib is missing.
         """
-        require_extra("the heat map", "study", ("matplotlib",))
-        from jchop.plot import Panel, heat_map
+        require_extra("the picture", "study", ("matplotlib",))
+        from jchop.plot import dot_plot
 
-        lines = _grid_rows(self)
-        accuracy, accuracy_std, entropy, entropy_std = (
-            np.array([[getattr(row, field) for row in rows] for _, rows in lines]) for field in _FIGURE_FIELDS
-        )
-        has_spread = np.array([[row.runs > 1 for row in rows] for _, rows in lines])
-        deviations = (100 * accuracy_std, entropy_std)
-        spreads = [np.where(has_spread, s, np.nan) if has_spread.any() else None for s in deviations]
-        titles = (
-            f"test accuracy (%); unrounded {100 * self.accuracy:.1f}",
-            f"mean cross-entropy (nats); unrounded {self.cross_entropy:.3g}",
-        )
-        panels = [
-            Panel(100 * accuracy, titles[0], spread=spreads[0]),
-            Panel(entropy, titles[1], ".3g", log=True, low_is_good=True, ceiling=10.0, spread=spreads[1]),
-        ]
+        rows = [[self.cell(name, mode) for mode in self.modes] for name in self.formats]
+        names = [f"{' = '.join((row[0].format, *row[0].also))} ({row[0].bits:g} bits)" for row in rows]
+        lost = {
+            mode: [100 * (self.accuracy - row[index].accuracy) for row in rows] for index, mode in enumerate(self.modes)
+        }
         subject = "parameters and activations" if self.settings.get("activations") else "parameters"
-        names = [f"{name} ({rows[0].bits:g} bits)" for name, rows in lines]
-        title = f"{self.name}: {subject} rounded to a format"
-        return heat_map(panels, names, self.modes, title=title, note=_sample_note(self))
+        return dot_plot(
+            lost,
+            names,
+            xlabel=f"points of accuracy lost; unrounded {100 * self.accuracy:.1f} %",
+            title=f"{self.name}: {subject} rounded to a format",
+            note=f"{self.test_samples} test samples, so one is {100 / self.test_samples:.2g} points",
+        )
 
 
 def _mean_text(mean: float, deviation: float, runs: int, spec: str) -> str:

@@ -539,7 +539,7 @@ def test_extras_load_on_first_use_and_a_missing_one_is_named_in_one_line() -> No
         "jc.optim": ("optax", "optax"),
         "jc.torch": ("torch", "torch"),
         "jc.plot.value_grid('e4m3')": ("matplotlib", "plot"),
-        "jc.plot.heat_map([], [], [], title='')": ("matplotlib", "plot"),
+        "jc.plot.dot_plot({}, [], xlabel='', title='')": ("matplotlib", "plot"),
         "jc.plot.pareto(['a'], [1], [1], ylabel='')": ("matplotlib", "plot"),
         "jc.study.run()": ("flax, optax, sklearn", "study"),
         "jc.to_qwix(None)": ("qwix", "qwix"),

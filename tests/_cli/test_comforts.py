@@ -138,7 +138,7 @@ def test_a_wrong_word_gets_its_neighbours_or_the_way_out(
         (["jchop", "tune", "--by", "eq"], {"equation"}),
         (["jchop", "tune", "--metric", "l"], {"largest"}),
         (["jchop", "tune", "--cost", "b"], {"bits", "bytes"}),
-        (["jchop", "ptq", "--method", "s"], {"smooth", "sparse", "sign_round"}),
+        (["jchop", "ptq", "--method", "s"], {"smooth", "sparse", "sign_round", "sequential"}),
     ],
 )
 def test_bash_completes(capsys: pytest.CaptureFixture[str], words: list[str], wanted: set[str]) -> None:

@@ -176,8 +176,8 @@ def whole_models() -> Iterator[Call]:
                           "groups": {"bits": 6.0, "groups": ("layers/*",), "layers": "layers/*"}}.items():
         yield Call(f"nn.allocate_bits {case}", lambda o=options: tune(**o), loose=True)
     params = {"dense": {"kernel": f32(coarse("kernel", (32, 8))), "bias": jnp.zeros(8)}}
-    yield Call("nn.quantize_params", lambda: n.quantize_params(params=params, rules=jc.Rule("kernel", weight="int4(group=8,axis=0)")))
-    yield Call("nn.quantize_params key", lambda: n.quantize_params(params, jc.Rule("kernel", weight="int4(group=8,axis=0):stochastic"), key=KEY))
+    yield Call("nn.quantize_params", lambda: jc.quantize(params, jc.Rule("kernel", weight="int4(group=8,axis=0)")))
+    yield Call("nn.quantize_params key", lambda: jc.quantize(params, jc.Rule("kernel", weight="int4(group=8,axis=0):stochastic"), key=KEY))
     yield Call("nn.shard", lambda: [str(leaf.sharding.spec) for leaf in jax.tree.leaves(n.shard(params, meshed(4), {"dense/kernel": P("data")}))])
 
 

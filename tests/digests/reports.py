@@ -49,10 +49,9 @@ def pictures() -> Iterator[Call]:
     yield Call("plot.code_histogram title", lambda: p.code_histogram(x, "e2m1fn", title="mine"))
     yield Call("plot.rounding_error", lambda: p.rounding_error(specs=["e3m2fn", "e2m3fn:up"], start=0.5, stop=4.0, points=101))
     yield Call("plot.rounding_error options", lambda: p.rounding_error("e3m2fn", 0.5, 4.0, relative=False, points=50, title="mine"))
-    panel = {"text": ".2f", "log": True, "low_is_good": True, "ceiling": 4.0, "spread": np.full((2, 2), 0.1)}
-    for case, options in {"plain": {}, "options": panel}.items():
-        yield Call(f"plot.heat_map {case}", lambda o=options: p.heat_map(panels=[p.Panel(values=np.array([[1.0, 2.0], [3.0, 8.0]]), title="a", **o)], rows=["r", "s"],
-                                                                         columns=["c", "d"], title="mine", **({"note": "a note"} if o else {})))
+    series = {"values": {"c": [1.0, 3.0], "d": [2.0, 80.0]}, "rows": ["r", "s"], "xlabel": "points", "title": "mine"}
+    for case, options in {"plain": {}, "note": {"note": "a note"}}.items():
+        yield Call(f"plot.dot_plot {case}", lambda o=options: p.dot_plot(**series, **o))
     two = {"names": ["a", "b", "c"], "bits": [4.0, 6.0, 8.0], "values": [3.0, 2.0, 2.5], "ylabel": "error"}
     yield Call("plot.pareto", lambda: p.pareto(**two))
     yield Call("plot.pareto options", lambda: p.pareto(**two, title="mine", higher_is_better=True, log=True))

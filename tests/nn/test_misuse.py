@@ -163,9 +163,9 @@ MISUSES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "nothing": (lambda: jc.nn.calibrate(ranged(), [X[:0]], method="entropy"), ValueError, r"shape \(0, 8\) without"),
     "folded model": (lambda: jc.nn.fold_batch_norms(3, {}), TypeError, "model=3"),  # type: ignore[type-var]
     "reported model": (lambda: jc.nn.report(linen.Dense(4)), TypeError, "one of Linen has"),  # type: ignore[arg-type]
-    "key": (lambda: jc.nn.quantize_params({"a": X}, Rule(weight="e4m3"), 0), TypeError, "key=0"),  # type: ignore[arg-type]
+    "key": (lambda: jc.quantize({"a": X}, Rule(weight="e4m3"), 0), TypeError, "key=0"),  # type: ignore[arg-type]
     "leaf": (
-        lambda: jc.nn.quantize_params({"a": X * jnp.nan}, Rule(weight="int8(channel=0)")),
+        lambda: jc.quantize({"a": X * jnp.nan}, Rule(weight="int8(channel=0)")),
         ValueError,
         "leaf at 'a' .* 16 NaN",
     ),

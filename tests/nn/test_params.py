@@ -25,7 +25,7 @@ TREE = {
 @further.first
 def leaves_are_packed_by_path() -> None:
     rules = [jc.Rule("head/kernel"), jc.Rule("kernel", weight="e4m3"), jc.Rule("bias", weight="int8(group=all)")]
-    packed = jc.nn.quantize_params(TREE, rules)
+    packed = jc.quantize(TREE, rules)
     assert isinstance(packed["layers"][0]["kernel"], jc.QArray) and packed["head"]["kernel"] is TREE["head"]["kernel"]
     assert packed["layers"][0]["kernel"].nbytes == 48 and packed["head"]["step"] is TREE["head"]["step"]
     back = jc.dequantize(packed)
@@ -42,7 +42,7 @@ def leaves_are_packed_by_path() -> None:
 
 def stochastic_leaves_draw_from_keys_of_their_own() -> None:
     tree = {"a": jnp.full((64,), 0.3), "b": jnp.full((64,), 0.3)}
-    packed = jc.nn.quantize_params(tree, jc.Rule(weight="e4m1:stochastic"), jax.random.key(0))
+    packed = jc.quantize(tree, jc.Rule(weight="e4m1:stochastic"), jax.random.key(0))
     a, b = (np.asarray(jc.dequantize(packed[name])) for name in "ab")
     assert (a != b).any() and set(a) == set(b) == {np.float32(0.25), np.float32(0.375)}
 
@@ -59,7 +59,7 @@ def stochastic_leaves_draw_from_keys_of_their_own() -> None:
 )
 def test_what_cannot_be_packed_is_named(rules: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        jc.nn.quantize_params(TREE, rules)
+        jc.quantize(TREE, rules)
 
 
 class Mixed(nnx.Module):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from each_case import each
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.text import Annotation, Text
@@ -16,10 +17,7 @@ from matplotlib.text import Annotation, Text
 import jchop as jc
 from jchop._spec.spec import parse
 from jchop.formats import CATALOGUE, ElementFormat, parse_format
-from jchop.plot import Panel, heat_map, value_grid
-
-ROWS, COLUMNS = ("e4m3", "half"), ("nearest_even", "up", "toward_zero")
-VALUES = np.array([[90.0, 50.0, np.nan], [98.0, 97.5, 98.25]])
+from jchop.plot import dot_plot, value_grid
 
 
 def png(figure: Figure) -> bytes:
@@ -33,55 +31,27 @@ def texts(figure: Figure, index: int = 0) -> list[str]:
 
 
 @pytest.mark.smoke
-def test_heat_map_writes_every_number_in_its_cell() -> None:
-    figure = heat_map([Panel(VALUES, "accuracy (%)")], ROWS, COLUMNS, title="digits")
-    assert texts(figure) == ["90.0", "50.0", "nan", "98.0", "97.5", "98.2"]
+def test_dot_plot_has_a_row_for_each_name_and_a_dot_for_each_series() -> None:
+    values = {"nearest": [0.5, 40.0], "up": [np.nan, -1.0]}
+    figure = dot_plot(values, ["e4m3", "e2m1"], xlabel="points", title="digits", note="of 9 samples")
     axes = figure.axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == list(ROWS)
-    assert [label.get_text().replace("\n", "_") for label in axes.get_xticklabels()] == list(COLUMNS)
-    assert axes.get_title() == "accuracy (%)" and figure.get_suptitle() == "digits"
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["e4m3", "e2m1"]
+    assert axes.get_xlabel() == "points\nof 9 samples" and figure.get_suptitle() == "digits"
+    dots = [np.asarray(dot.get_offsets()).tolist() for dot in axes.collections[1:]]  # after the lines of the rows
+    assert dots == [[[0.5, 0.0], [40.0, 1.0]], [], [[0.0, 1.0]], [[60.0, 0.0]]]
+    legend = axes.get_legend()
+    assert legend is not None and [text.get_text() for text in legend.get_texts()] == ["nearest", "up"]
     assert png(figure).startswith(b"\x89PNG")
 
 
-def test_heat_map_ink_stands_out() -> None:
-    figure = heat_map([Panel(VALUES, "x")], ROWS, COLUMNS, title="t")
-    inks = [text.get_color() for text in figure.axes[0].texts]
-    assert inks[1] == "white"  # the lowest value, on the dark end
-    assert inks[2] == "black"  # NaN, on light grey
-    assert inks[5] == "black"  # the highest value, on the bright end
+@each("numbers", [[0.0], [np.nan], [np.inf], [1e9], [-5.0]])
+def test_dot_plot_draws_whatever_comes(numbers: list[float]) -> None:
+    assert png(dot_plot({"a": numbers}, ["r"], xlabel="x", title="t"))
 
 
-@pytest.mark.in_turn(1000)
-@pytest.mark.parametrize(
-    "panel",
-    [
-        Panel(np.full((2, 3), 5.0), "all equal"),
-        Panel(np.full((2, 3), 5.0), "all equal", log=True, low_is_good=True),
-        Panel(np.full((2, 3), np.nan), "nothing known"),
-        Panel(np.full((2, 3), np.nan), "nothing known", log=True),
-        Panel([[0.0, 1.0, np.inf], [1e-3, 1e9, np.nan]], "zero and infinity", ".3g", log=True, ceiling=10.0),
-        Panel([[50.0, 60.0, 70.0]] * 2, "all beyond the ceiling", log=True, ceiling=10.0),
-    ],
-    ids=lambda panel: panel.title,
-)
-def test_heat_map_draws_whatever_comes(panel: Panel) -> None:
-    figure = heat_map([panel, Panel(VALUES, "beside it")], ROWS, COLUMNS, title="t")
-    assert png(figure)
-    assert len(figure.axes) == 4  # two maps, two colour bars
-
-
-def test_heat_map_refuses_another_shape() -> None:
-    with pytest.raises(ValueError, match=r"values of 'accuracy' has shape \(3, 2\).*\(2, 3\)"):
-        heat_map([Panel(VALUES.T, "accuracy")], ROWS, COLUMNS, title="t")
-    with pytest.raises(ValueError, match=r"spread of 'accuracy' has shape \(3, 2\).*\(2, 3\)"):
-        heat_map([Panel(VALUES, "accuracy", spread=VALUES.T)], ROWS, COLUMNS, title="t")
-
-
-def test_heat_map_writes_the_spread_below() -> None:
-    spread = np.array([[0.25, np.nan, 0.5], [0.0, 12.0, np.nan]])
-    figure = heat_map([Panel(VALUES, "accuracy (%)", spread=spread)], ROWS, COLUMNS, title="t", note="of 9 samples")
-    assert texts(figure) == ["90.0\n±0.2", "50.0", "nan\n±0.5", "98.0\n±0.0", "97.5\n±12.0", "98.2"]
-    assert figure.get_supxlabel() == "of 9 samples"
+def test_dot_plot_refuses_another_length() -> None:
+    with pytest.raises(ValueError, match="'a' has 1 numbers, and rows has 2"):
+        dot_plot({"a": [1.0]}, ["r", "s"], xlabel="x", title="t")
 
 
 def drawn(figure: Figure) -> np.ndarray:

@@ -79,7 +79,8 @@ def test_one_layer_against_numpy() -> None:
     w, wide = np.asarray(params["w"]), np.asarray(x)
     s = np.sqrt(np.abs(wide).max(0)) / np.sqrt(np.abs(w).max(1))
     q = packed["w"]
-    assert isinstance(q, StoredAs) and q.shape == (24, 6) and q.input_factors.shape == (24, 1)
+    assert isinstance(q, StoredAs) and q.input_factors is not None
+    assert q.shape == (24, 6) and q.input_factors.shape == (24, 1)
     np.testing.assert_array_equal(q.input_factors[:, 0], 1 / s)  # powers of two: what follows is exact
     low_w, low_x = rounded(w * s[:, None], 0), rounded(wide / s, 1)
     np.testing.assert_array_equal(jc.dequantize(q.stored), low_w)

@@ -212,7 +212,9 @@ def what_is_left_alone_is_in_the_report() -> None:
 def test_the_equation_that_takes_a_constant_is_named(constant: Any) -> None:
     params = arrays({"t": (4, 4), "o": (4, 3)})
     _, notes = mapped(lambda p, x: (x @ p["t"] + constant()) @ p["o"], params, [jnp.eye(4)], jc.ptq.smooth())
-    assert notes.note(0, ()).startswith("no factors by smooth: add at ") and notes.note(0, ()).endswith("a constant")
+    assert notes.note(0, ()).startswith("no factors by smooth: add at ") and notes.note(0, ()).endswith(
+        "a constant; online=True keeps them"
+    )
 
 
 @further

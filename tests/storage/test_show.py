@@ -151,7 +151,7 @@ def test_treescope_shows_facts_and_pictures_without_codes() -> None:
 def within_a_module() -> None:
     treescope, nnx = pytest.importorskip("treescope"), pytest.importorskip("flax.nnx")
     model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-    packed = jc.nn.quantize_params(model, jc.Rule("*", weight="nf4(group=8)"))
+    packed = jc.quantize(model, jc.Rule("*", weight="nf4(group=8)"))
     page = treescope.render_to_html(packed, compressed=False)
     assert page.count("QArray nf4(group=8) [8, 8]") >= 1 and "qvalue" not in page
     assert "value=<QArray nf4(group=8)" in treescope.render_to_text(packed)

@@ -275,9 +275,11 @@ class _MappingJob:
             try:
                 fold = self._fold(place)
             except FoldError as error:
-                reason = self._multiply_online(place) if self.step.online else str(error)
+                what, advice = (
+                    ("rotation", "") if isinstance(self.step, Rotate) else ("factors", "; online=True keeps them")
+                )
+                reason = self._multiply_online(place) if self.step.online else f"{error}{advice}"
                 if reason:
-                    what = "rotation" if isinstance(self.step, Rotate) else "factors"
                     self.record.add(leaf, f"no {what} by {self.step.name}: {reason}")
                 continue
             members = self._members(fold)
