@@ -31,6 +31,7 @@ from refusals import assert_refused
 
 import jchop as jc
 from jchop import QArray, load_checkpoint, save_checkpoint
+from jchop._checkpoints.writer import convert_checkpoint
 
 
 def numbers(q: QArray) -> np.ndarray:
@@ -641,3 +642,26 @@ def test_folders_with_files_that_are_missing(tmp_path: Path) -> None:
         (tmp_path / name).unlink()
         if name == ".jchop-unfinished.json":
             (tmp_path / files[0]).unlink()
+
+
+@pytest.mark.parametrize("alignment", [32, pytest.param(64, marks=pytest.mark.slow)])
+def test_a_conversion_keeps_the_keys_of_gguf(tmp_path: Path, alignment: int) -> None:
+    def number(name: str, value: int) -> bytes:
+        return len(name).to_bytes(8, "little") + name.encode() + (4).to_bytes(4, "little") + value.to_bytes(4, "little")
+
+    keys = number("llama.block_count", 2) + number("general.alignment", 32) + number("x", 7)
+    blocks = gguf_blocks(8, np.random.default_rng(0), 3, 2)
+    blocks[..., 1] &= 127  # scales above zero come back as they are
+    blocks[0, 0, :2] = (0, 0x3C)
+    data = gguf_file({"w": (8, (3, 64), blocks.tobytes())}, keys, 3)
+    (tmp_path / "a.gguf").write_bytes(data)
+    convert_checkpoint(tmp_path / "a.gguf", tmp_path / "b.gguf", "gguf")
+    assert (tmp_path / "b.gguf").read_bytes() == data
+    changed = keys.replace(number("general.alignment", 32), number("general.alignment", alignment))
+    padded = gguf_file({"w": (8, (3, 64), blocks.tobytes())}, changed, 3)
+    header = len(padded) - 6 * 34 - -6 * 34 % 32
+    assert padded.find(blocks.tobytes()) == header
+    (tmp_path / "c.gguf").write_bytes(padded[:header] + bytes(-header % alignment) + padded[header:])
+    convert_checkpoint(tmp_path / "c.gguf", tmp_path / "d.gguf", "gguf")
+    assert changed in (tmp_path / "d.gguf").read_bytes()
+    same(numbers(load_checkpoint(tmp_path / "d.gguf")["w"]), gguf_values(8, blocks))
