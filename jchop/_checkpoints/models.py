@@ -114,13 +114,14 @@ class _ModelTensor(NamedTuple):
         shape = tuple(value.shape)
         if packed is not None:
             shape, stack = packed.shape, value.ndim - len(packed.codes_shape)
-        if stack or self.kind.operation == "conv" or _keeps_batch(layer):
+        is_weight = self.kind.parameters[self.key] == "weight"
+        if stack or (is_weight and (self.kind.operation == "conv" or _keeps_batch(layer))):
             raise ValueError(
                 f"{type(layer).__name__} at {self.entry.paths[0]!r}: {self.key} of shape {list(shape)} has no form in "
                 "checkpoints, which have matrices; jchop.save keeps it"
             )
         is_laid = packed is not None and packed.layout is not None
-        if self.kind.parameters[self.key] != "weight" or len(shape) < 2:
+        if not is_weight or len(shape) < 2:
             return _FileForm(layout, shape, (math.prod(shape),), is_laid)
         *free, inside = layout.shape(shape)
         return _FileForm(layout, shape, (math.prod(free), inside), is_laid)
