@@ -19,7 +19,7 @@ Tensors = dict[str, np.ndarray]
 F8, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
 DTYPES = {
     "U8": np.uint8, "I8": np.int8, "I16": np.int16, "I32": np.int32, "I64": np.int64, "F16": np.float16,
-    "BF16": BF16, "F32": np.float32, "F8_E4M3": F8, "BOOL": np.bool_,
+    "U32": np.uint32, "BF16": BF16, "F32": np.float32, "F8_E4M3": F8, "BOOL": np.bool_,
 }  # fmt: skip
 NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -343,7 +343,61 @@ def values_int4(t: Tensors) -> np.ndarray:
     return (codes * scale + zero).astype(np.float32)  # exact in float64, rounded once
 
 
+def make_modelopt_nvfp4(rng: np.random.Generator, whole: float = 0.0123) -> Tensors:
+    parts = make_nvfp4(rng, whole)
+    return {
+        "w.weight": parts["w.weight_packed"],
+        "w.weight_scale": parts["w.weight_scale"],
+        "w.weight_scale_2": parts["w.weight_global_scale"].reshape(()),
+    }
+
+
+def values_modelopt_nvfp4(t: Tensors) -> np.ndarray:
+    scale = t["w.weight_scale"].astype(np.float32) * t["w.weight_scale_2"]
+    return E2M1[nibbles(t["w.weight"])] * spread(scale, (3, 64))
+
+
+def make_modelopt_blocks(rng: np.random.Generator) -> Tensors:
+    scale = np.abs(halves(rng, (2, 1, 3, 1), np.float32))
+    return {"w.weight": bytes8(rng, (130, 300)), "w.weight_scale": scale}
+
+
+def values_modelopt_blocks(t: Tensors) -> np.ndarray:
+    scale = t["w.weight_scale"].reshape(2, 3).repeat(128, 0)[:130].repeat(128, 1)[:, :300]
+    return t["w.weight"].astype(np.float32) * scale
+
+
+def mlx_case(bits: int, group: int, dtype: Any = np.float16) -> Case:
+    out, columns = 3, 2 * group
+
+    def make(rng: np.random.Generator) -> Tensors:
+        codes = rng.integers(0, 1 << bits, (out, columns))
+        scales = halves(rng, (out, 2), dtype)
+        edges = scales.astype(np.float32) * rng.integers(1 - (1 << bits), 2, (out, 2))  # as its own scales have them
+        return {
+            "w.weight": words(codes, bits).view(np.uint32), "w.scales": scales, "w.biases": edges.astype(dtype),
+        }  # fmt: skip
+
+    def values(t: Tensors) -> np.ndarray:
+        scale, bias = (spread(t[name].astype(np.float32), (out, columns)) for name in ("w.scales", "w.biases"))
+        return codes_of(t["w.weight"], bits, columns).astype(np.float32) * scale + bias
+
+    return Case("mlx", make, values, {"bits": bits, "group_size": group})
+
+
+_MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+
 CASES: dict[str, Case] = {
+    "modelopt nvfp4": Case("modelopt", make_modelopt_nvfp4, values_modelopt_nvfp4, _MODELOPT),
+    "modelopt nvfp4, power of two": Case(
+        "modelopt", lambda rng: make_modelopt_nvfp4(rng, 2.0**-9), values_modelopt_nvfp4, _MODELOPT
+    ),
+    "modelopt nvfp4 without a configuration": Case("modelopt", make_modelopt_nvfp4, values_modelopt_nvfp4),
+    "modelopt fp8 in blocks": Case(
+        "modelopt", make_modelopt_blocks, values_modelopt_blocks, _MODELOPT | {"quant_algo": "FP8_PB_WO"}
+    ),
+    **{f"mlx {bits} bits": mlx_case(bits, 32) for bits in (2, 3, 4, 5, 6, 8)},
+    "mlx of bfloat16": mlx_case(4, 64, BF16),
     "int4 symmetric": packed_case(4, 32, True),
     "int4 asymmetric": packed_case(4, 32, False),
     "int4 asymmetric, one group": packed_case(4, 70, False),
@@ -420,18 +474,29 @@ def half_bytes(numbers: np.ndarray) -> np.ndarray:
 
 
 #: Bytes of a block by type.
-GGUF_SIZES = {2: 18, 3: 20, 6: 22, 7: 24, 8: 34, 12: 144, 13: 176, 14: 210}
+GGUF_SIZES = {
+    2: 18, 3: 20, 6: 22, 7: 24, 8: 34, 10: 84, 11: 110, 12: 144, 13: 176, 14: 210, 20: 18, 23: 136, 34: 54, 35: 66,
+    39: 17, 40: 36,
+}  # fmt: skip
+#: Numbers of a block by type.
+GGUF_COUNTS = {kind: 64 if kind == 40 else 32 if kind < 10 or kind in (20, 39) else 256 for kind in GGUF_SIZES}
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 def gguf_blocks(kind: int, rng: np.random.Generator, rows: int, count: int) -> np.ndarray:
     blocks = rng.integers(0, 256, (rows, count, GGUF_SIZES[kind]), np.uint8)
     scale, low = (rng.standard_normal((rows, count)) * 0.01 for _ in range(2))
     scale[0, 0] = 0
-    shifted = kind in (3, 7, 12, 13)
-    at = 208 if kind == 14 else 0
+    shifted = kind in (3, 7, 10, 12, 13)
+    at = {10: 80, 11: 108, 14: 208, 34: 52, 35: 64}.get(kind, 0)
+    if kind in (39, 40):  # exponents, or numbers of e4m3 of which one is zero
+        scales = slice(0, 1 if kind == 39 else 4)
+        blocks[..., scales] = blocks[..., scales] % 8 + 120 if kind == 39 else blocks[..., scales] % 127
+        blocks[0, 0, 0] = 0
+        return blocks
     blocks[..., at : at + 2] = half_bytes(np.abs(scale) if shifted else scale)
     if shifted:
-        blocks[..., 2:4] = half_bytes(low)
+        blocks[..., at + 2 : at + 4] = half_bytes(low)
     return blocks
 
 
@@ -458,6 +523,40 @@ def gguf_values(kind: int, raw: np.ndarray) -> np.ndarray:
                 q = int(block[j // 2 * 32 + i % 32 - 128]) >> 4 * (j % 2) & 15
                 q |= (int(block[16 + i % 32]) >> j & 1) << 4 if kind == 13 else 0
                 result.append(half(0) * np.float32(s) * np.float32(q) - half(2) * np.float32(m))
+        elif kind in (20, 39):
+            for i in range(32):
+                q = int(block[i % 16 - 16]) >> 4 * (i // 16) & 15
+                power = np.float32(2.0 ** (int(block[0]) - 127))
+                result.append(half(0) * np.float32(IQ4[q]) if kind == 20 else power * E2M1[q])
+        elif kind == 40:
+            for i in range(64):
+                q = int(block[4 + 8 * (i // 16) + i % 8]) >> 4 * (i % 16 // 8) & 15
+                result.append(np.float32(block[i // 16].view(F8)) * E2M1[q])
+        elif kind == 23:
+            for i in range(256):
+                g = i // 32
+                s = int(block[4 + g // 2]) >> 4 * (g % 2) & 15 | (int(block[2:4].view(np.uint16)[0]) >> 2 * g & 3) << 4
+                q = int(block[8 + 16 * g + i % 16]) >> 4 * (i % 32 // 16) & 15
+                result.append(half(0) * np.float32(s - 32) * np.float32(IQ4[q]))
+        elif kind == 34:
+            places = [(m, n) for n in range(5) for m in range(32)] + [(32 + m, n) for n in range(5) for m in range(16)]
+            places += [(48 + m, n) for n in range(4) for m in range(4)]
+            for m, n in places:
+                result.append(half(52) * np.float32((int(block[m]) * 3**n % 256 * 3 >> 8) - 1))
+        elif kind in (10, 11, 35):
+            for i in range(256):
+                h, j, k, s = i // 128, i % 128 // 32, i % 32, i // 16
+                q = int(block[{10: 16, 11: 32, 35: 0}[kind] + 32 * h + k]) >> 2 * j & 3
+                if kind == 10:
+                    step = half(80) * np.float32(block[s] & 15)
+                    result.append(step * np.float32(q) - half(82) * np.float32(block[s] >> 4))
+                elif kind == 11:
+                    scale = int(block[96 + s % 8]) >> 4 * (s // 8) & 15
+                    scale |= (int(block[104 + s % 4]) >> 2 * (s // 4) & 3) << 4
+                    q -= 0 if int(block[k]) >> 4 * h + j & 1 else 4
+                    result.append(half(108) * np.float32(scale - 32) * np.float32(q))
+                else:
+                    result.append(half(64) * np.float32(q - 1))
         else:
             for i in range(256):
                 h, j, k = i // 128, i % 128 // 32, i % 32

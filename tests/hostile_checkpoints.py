@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checkpoint_layouts import CASES, GGUF_SIZES, Case, gguf_blocks, gguf_file, pack_file
+from checkpoint_layouts import CASES, GGUF_COUNTS, GGUF_SIZES, Case, gguf_blocks, gguf_file, pack_file
 from hostile_files import MEBIBYTE, SECONDS, Hang, altered, dumped, memory, mutant
 
 from jchop import load_checkpoint
@@ -30,8 +30,7 @@ def originals() -> list[tuple[str, Case | None, bytes]]:
         found.append(("model.safetensors", case, pack_file(tensors, case.metadata)))
     rng = np.random.default_rng(0)
     blocks = {
-        str(kind): (kind, (2, 2 * (32 if kind < 12 else 256)), gguf_blocks(kind, rng, 2, 2).tobytes())
-        for kind in GGUF_SIZES
+        str(kind): (kind, (2, 2 * GGUF_COUNTS[kind]), gguf_blocks(kind, rng, 2, 2).tobytes()) for kind in GGUF_SIZES
     }
     key = (1).to_bytes(8, "little") + b"k" + (9).to_bytes(4, "little") + (8).to_bytes(4, "little")
     key += (2).to_bytes(8, "little") + 2 * ((1).to_bytes(8, "little") + b"t")

@@ -45,7 +45,7 @@ class _DefaultCases:
     """
 
     def __init__(self, markexpr: str) -> None:
-        self.no_slow, self.only_smoke = markexpr == "not slow", markexpr == "smoke"
+        self.no_slow, self.only_smoke = markexpr.startswith("not slow"), markexpr == "smoke"
         self.without_default: list[str] = []
 
     def pytest_pycollect_makeitem(self, collector: Any, name: str, obj: object) -> list[pytest.Item] | None:

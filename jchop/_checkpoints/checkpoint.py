@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._checkpoints.gguf import GGUF_BLOCKS, READABLE_TYPES, GGUFFile, is_gguf
+from jchop._checkpoints.gguf import GGUF_BLOCKS, READABLE_TYPES, GGUFFile, GGUFKeys, is_gguf
 from jchop._checkpoints.table import LAYOUTS, UnreadWeight, code_scale_pairs, detect_layout
 from jchop._common.checks import check, check_bool, check_choice, place_in_errors
 from jchop._common.files import as_path, short_text
@@ -80,6 +80,10 @@ class Checkpoint(ABC):
         with place_in_errors(f"{self.path}: {short_text(name)}", _READ_ERRORS):
             return self._read(name, exact)
 
+    def gguf_keys(self) -> GGUFKeys | None:
+        """The keys of a GGUF file; None if it is none."""
+        return None
+
     @abstractmethod
     def _read(self, name: str, exact: bool) -> QArray | np.ndarray:
         """An array that is not `unread`."""
@@ -124,6 +128,9 @@ class _GGUFCheckpoint(Checkpoint):
             if blob.kind not in READABLE_TYPES:
                 read = ", ".join(GGUF_BLOCKS[kind].name for kind in READABLE_TYPES)
                 self.unread[name] = f"tensor {short_text(name)} is {kind}, which jchop does not read; it reads {read}"
+
+    def gguf_keys(self) -> GGUFKeys | None:
+        return self._file.read_keys()
 
     def _read(self, name: str, exact: bool) -> QArray | np.ndarray:
         blob, data = self._file.tensors[name], self._file.read(name)
@@ -210,9 +217,9 @@ def load_checkpoint(
         path: a safetensors file, a folder with ``model.safetensors`` or ``model.safetensors.index.json`` and possibly
             ``config.json``, or a GGUF file.
         layout: ``"compressed-tensors"``, ``"gptq"``, ``"gptq_v2"``, ``"awq"``, ``"fp8"`` (DeepSeek),
-            ``"bitsandbytes"``, ``"torchao"``, ``"mxfp4"`` (gpt-oss), ``"gguf"``, ``"jchop"`` (of `jchop.save`) or
-            ``"plain"`` (every tensor as it is). Default ``"auto"``: by ``quantization_config`` in ``config.json``, else
-            by the names of the tensors.
+            ``"bitsandbytes"``, ``"torchao"``, ``"modelopt"``, ``"mlx"``, ``"mxfp4"`` (gpt-oss), ``"gguf"``, ``"jchop"``
+            (of `jchop.save`) or ``"plain"`` (every tensor as it is). Default ``"auto"``: by ``quantization_config`` in
+            ``config.json``, else by the names of the tensors.
         like: a model of Flax NNX with the structure, shapes, dtypes and shardings, not quantized; under
             `flax.nnx.eval_shape` its construction allocates no arrays. Or a module of Equinox or a container of arrays,
             which may be abstract, with the axes of the file. Default: none, for arrays by name.

@@ -8,6 +8,7 @@ Words have no gaps. Before version 0.18 no code crossed a word, so words of 3, 5
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +19,9 @@ from jchop._common.checks import check
 from jchop._common.files import short_text
 from jchop._spec.spec import Spec
 from jchop._storage._array import QArray
-from jchop._storage._axis_groupings import OWN_SCALE
+from jchop._storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, axis_groupings
 from jchop._storage._codes import batch_axes, load_codes, store_codes
+from jchop.formats import IntegerFormat
 from jchop.formats._catalogue import float4_e2m1fn, float8_e4m3fn, float8_e8m0fnu
 from jchop.formats.scaled.catalogue import mxfp4, mxfp8_e4m3, nvfp4
 
@@ -68,6 +70,21 @@ def _module_group_sizes(
     fitting = [sizes for sizes in candidates if tuple(-(-n // m) for n, m in zip(shape, sizes, strict=True)) == scales]
     check(len(fitting) < 2, f"groups of {fitting} fit; a group with the module's name in its targets says which")
     return fitting[0] if fitting else None if None in claims or not candidates else candidates[0]
+
+
+def activation_arguments(spec: Spec) -> dict[str, Any] | None:
+    """The arguments of inputs that are rounded when the model runs; None for a format that has no name there."""
+    fmt = spec.scaled
+    elements = {IntegerFormat(8): "int", float8_e4m3fn: "float", float4_e2m1fn: "float"}
+    if fmt is None or fmt.element not in elements or fmt.zero_point is not None or fmt.scale_rule.tensor_scale:
+        return None
+    rows, last = axis_groupings(fmt, 2)
+    if rows not in (OWN_SCALE, WHOLE_AXIS) or (rows == WHOLE_AXIS and last != WHOLE_AXIS) or last == OWN_SCALE:
+        return None
+    strategy = "tensor" if rows == WHOLE_AXIS else "token" if last == WHOLE_AXIS else "group"
+    arguments = {"num_bits": fmt.element.bits, "type": elements[fmt.element], "symmetric": True, "dynamic": True}
+    arguments |= {"strategy": strategy, "group_size": last if strategy == "group" else None}
+    return arguments | ({"scale_dtype": "torch.uint8"} if fmt.scale == float8_e8m0fnu else {})
 
 
 # -- pack-quantized: words of int32 along the last axis, codes + 2^(bits - 1) ------------------------------------------
@@ -164,6 +181,11 @@ def _spare_is_zero(word_rows: np.ndarray, columns: int, bits: int, each: int | N
 
 def _write_pack(q: QArray, exact: bool) -> row.WrittenWeight:
     weight, index = row.group_by_column(row.pieces(q))
+    check(
+        index is None,
+        "its columns are in groups of any order (g_idx), which compressed-tensors since 0.20 does not have; "
+        "gptq and gptq_v2 hold them",
+    )
     codes, scale, zero = row.unsigned_pieces(weight, _PACK_WIDTHS)
     bits = weight.fmt.element.bits
     symmetric = bool((zero == 1 << (bits - 1)).all())
@@ -180,16 +202,22 @@ def _write_pack(q: QArray, exact: bool) -> row.WrittenWeight:
     if facts["strategy"] == "tensor":  # a single scale, and a zero point that is not packed
         parts["weight_scale"] = scale.reshape(1)
         parts |= {} if symmetric else {"weight_zero_point": (zero - (1 << (bits - 1))).astype(np.int8).reshape(1)}
-    if index is None:
-        return parts, facts
-    return {**parts, "weight_g_idx": index}, {**facts, "actorder": "group"}
+    return parts, facts
 
 
 _PACK_PARTS, _PACK_OPTIONAL = ("weight_packed", "weight_scale", "weight_shape"), ("weight_zero_point", "weight_g_idx")
 _PACK_FITS, _PACK_PEEK = "int4(group=128,scale=bfloat16)", ("weight_shape", _weight_shape)
 _LOOK_FOR_WORDS = row.look_for_matrix("weight_packed", row.WORD)
 PACK_ROW = row.LayoutRow(
-    "pack-quantized", _PACK_PARTS, _LOOK_FOR_WORDS, _read_pack, _write_pack, _PACK_FITS, _PACK_OPTIONAL, _PACK_PEEK
+    "pack-quantized",
+    _PACK_PARTS,
+    _LOOK_FOR_WORDS,
+    _read_pack,
+    _write_pack,
+    _PACK_FITS,
+    _PACK_OPTIONAL,
+    _PACK_PEEK,
+    float_inputs=False,
 )
 
 
@@ -323,62 +351,115 @@ def _check_scale_counts(shape: tuple[int, ...], scale: np.ndarray, group: int) -
 
 
 def _read_nvfp4(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
-    packed_codes, scale, whole = parts["weight_packed"], parts["weight_scale"], parts["weight_global_scale"]
+    divisor = _tensor_scale(parts, "weight_global_scale")
+    with np.errstate(over="ignore"):
+        factor = np.float32(1) / divisor
+    return _nvfp4_array(parts["weight_packed"], parts["weight_scale"], lambda s: s / divisor, factor, facts)
+
+
+def _read_nvfp4_of_modelopt(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
+    factor = _tensor_scale(parts, "weight_scale_2")
+    return _nvfp4_array(parts["weight"], parts["weight_scale"], lambda s: s * factor, factor, facts)
+
+
+def _tensor_scale(parts: row.TensorParts, name: str) -> np.float32:
+    whole = parts[name]
+    check(whole.dtype == np.float32 and whole.size == 1, f"{name} must be one float32 number")
+    number = np.float32(whole.reshape(()))
+    check(bool(np.isfinite(number) and number > 0), f"{name}={number} must be a finite number above 0")
+    return number
+
+
+def _nvfp4_array(
+    packed_codes: np.ndarray,
+    scale: np.ndarray,
+    combine: Callable[[np.ndarray], np.ndarray],
+    factor: np.float32,
+    facts: row.LayoutFacts,
+) -> QArray:
+    """A weight under scales of e4m3 for 16 numbers and one of the tensor.
+
+    Args:
+        packed_codes: two in each byte.
+        scale: of the groups.
+        combine: gives the float32 scales of the groups from the numbers of e4m3.
+        factor: the scale of the tensor; the products by it may differ from the combined scales in their last bit.
+        facts: which say whether every bit is kept; the groups then have float32 scales unless the products are equal.
+    """
     codes = row.unpack_bits(packed_codes, 4, 2 * packed_codes.shape[1])
     _check_scale_counts(codes.shape, scale, 16)
     check(scale.dtype == row.FLOAT8, f"weight_scale is of dtype {scale.dtype}, and must be float8_e4m3fn")
-    check(whole.dtype == np.float32 and whole.size == 1, "weight_global_scale must be one float32 number")
-    divisor = whole.reshape(())
-    check(bool(np.isfinite(divisor) and divisor > 0), f"weight_global_scale={divisor} must be a finite number above 0")
     numbers = scale.astype(np.float32)
     check(bool(np.isfinite(numbers).all()), "a scale is NaN")
     with np.errstate(over="ignore"):
-        quotients = numbers / divisor
-    check(bool(np.isfinite(quotients).all()), "a scale is infinite after the division by weight_global_scale")
-    factor = _nvfp4_factor(np.abs(numbers), divisor, facts.get("exact", True) is True)
-    if factor is None or (numbers < 0).any():
-        return row.float_array(codes, quotients, float4_e2m1fn, [OWN_SCALE, 16])
+        combined = combine(numbers)
+    check(bool(np.isfinite(combined).all()), "a scale is infinite times the scale of the tensor")
+    few, exact = np.unique(np.abs(numbers)), facts.get("exact", True) is True
+    usable = np.isfinite(factor) and factor > 0 and not (numbers < 0).any()
+    if not usable or (exact and not _same_products(few, factor, combine(few))):
+        return row.float_array(codes, combined, float4_e2m1fn, [OWN_SCALE, 16])
     codes, scale_codes = row.replace_zero_scales(
         codes, scale.view(np.uint8), [OWN_SCALE, 16], codes & np.uint8(8), _E4M3_ONE
     )
-    return row.qarray_of_codes(codes, (scale_codes, factor), None, _NVFP4_FORMAT)
+    return row.qarray_of_codes(codes, (scale_codes, np.asarray(factor)), None, _NVFP4_FORMAT)
 
 
-def _nvfp4_factor(numbers: np.ndarray, divisor: np.ndarray, exact: bool) -> np.ndarray | None:
-    """The factor with the same products as the quotients by `divisor`; None if there is none.
+def _same_products(numbers: np.ndarray, factor: Any, scales: np.ndarray) -> bool:
+    """Whether e s and e n factor are the same binary32 numbers for all elements e, numbers n and their scales s.
 
     Products of a factor and two short numbers are exact in binary64.
     """
-    with np.errstate(over="ignore"):
-        factor = np.float32(1) / divisor
-    if not np.isfinite(factor) or factor == 0:
-        return None
-    return np.asarray(factor) if not exact or _same_products(np.unique(numbers), factor, divisor) else None
-
-
-def _same_products(numbers: np.ndarray, factor: Any, divisor: Any) -> bool:
-    """Whether e fl(s / divisor) and e s factor are the same binary32 numbers for all scales s and elements e."""
     levels = np.arange(8, dtype=np.uint8).view(row.FLOAT4).astype(np.float32)
     with np.errstate(over="ignore"):
-        quotients = np.outer(numbers.astype(np.float32) / np.float32(divisor), levels).astype(np.float32)
+        stored = np.outer(scales.astype(np.float32), levels).astype(np.float32)
         exact = np.outer(numbers.astype(np.float64), levels.astype(np.float64)) * np.float64(factor)
-        return np.array_equal(quotients, exact.astype(np.float32))
+        return np.array_equal(stored, exact.astype(np.float32))
+
+
+def _divisor_of_e4m3(quotients: np.ndarray) -> np.float32:
+    """The number d with the quotients fl(s / d) of numbers s of e4m3; ValueError if there is none.
+
+    The largest quotient is that of one of the numbers of e4m3, so few divisors are possible.
+    """
+    levels = np.arange(126, 0, -1, dtype=np.uint8).view(row.FLOAT8).astype(np.float32)
+    few = np.unique(quotients)
+    if not few.size:
+        return np.float32(1)
+    with np.errstate(over="ignore", divide="ignore"):
+        near = (levels / few[-1]).view(np.int32)
+        for steps in (0, 1, -1, 2, -2) if few.size <= levels.size else ():
+            divisors = (near + np.int32(steps)).view(np.float32)
+            for divisor in divisors[np.isfinite(divisors) & (divisors > 0)]:
+                if np.array_equal((few * divisor).astype(row.FLOAT8).astype(np.float32) / divisor, few):
+                    return divisor
+    raise ValueError("its scales are not those of e4m3 over one divisor")
 
 
 def _write_nvfp4(q: QArray, exact: bool) -> row.WrittenWeight:
     weight = row.pieces(q)
-    two_level = weight.fmt.element == float4_e2m1fn and weight.fmt.scale_rule.tensor_scale
-    check(two_level and weight.kinds == (OWN_SCALE, 16), "it is not nvfp4 with groups of 16 along its last axis")
-    check(q.shape[1] % 16 == 0, f"its last axis of {q.shape[1]} is no multiple of 16")
-    scale, factor = weight.scale[0].view(row.FLOAT8), np.float32(weight.scale[1])
-    with np.errstate(over="ignore", divide="ignore"):
-        divisor = np.float32(1) / factor
-    check(bool(np.isfinite(divisor) and divisor > 0), f"its tensor scale {factor} has no reciprocal")
     check(
-        not exact or _same_products(np.unique(scale.astype(np.float32)), factor, divisor),
-        f"the layout divides by 1 / {factor}, and some numbers would differ in their last bit: exact=False permits "
-        "this, and a tensor scale that is a power of two avoids it",
+        weight.fmt.element == float4_e2m1fn and weight.kinds == (OWN_SCALE, 16),
+        "it is not nvfp4 with groups of 16 along its last axis",
     )
+    check(q.shape[1] % 16 == 0, f"its last axis of {q.shape[1]} is no multiple of 16")
+    if weight.fmt.scale_rule.tensor_scale:
+        scale, factor = weight.scale[0].view(row.FLOAT8), np.float32(weight.scale[1])
+        with np.errstate(over="ignore", divide="ignore"):
+            divisor = np.float32(1) / factor
+        check(bool(np.isfinite(divisor) and divisor > 0), f"its tensor scale {factor} has no reciprocal")
+        numbers = np.unique(scale.astype(np.float32))
+        with np.errstate(over="ignore"):
+            quotients = numbers / divisor
+        check(
+            not exact or _same_products(numbers, factor, quotients),
+            f"the layout divides by 1 / {factor}, and some numbers would differ in their last bit: exact=False "
+            "(--inexact of the command line) permits this, and a tensor scale that is a power of two avoids it",
+        )
+    else:
+        quotients = row.cast_exactly(row.float_scales(weight), np.float32, "scales")
+        used = (weight.codes.reshape(*quotients.shape, 16) & 7).any(-1)  # the others are of zeros under any scale
+        divisor = _divisor_of_e4m3(quotients[used])
+        scale = np.where(used, quotients * divisor, np.float32(1)).astype(row.FLOAT8)
     parts = {"weight_packed": row.pack_bits(weight.codes, 4), "weight_scale": scale}
     facts = row.weight_arguments(weight, "float", True) | {
         "strategy": "tensor_group",
@@ -390,6 +471,33 @@ def _write_nvfp4(q: QArray, exact: bool) -> row.WrittenWeight:
 _LOOK_FOR_NIBBLES = row.look_for_matrix("weight_packed", row.BYTE, each=2)
 _NVFP4_PARTS = ("weight_packed", "weight_scale", "weight_global_scale")
 NVFP4_ROW = row.LayoutRow("nvfp4-pack-quantized", _NVFP4_PARTS, _LOOK_FOR_NIBBLES, _read_nvfp4, _write_nvfp4, "nvfp4")
+
+
+def only_read(q: QArray, exact: bool) -> row.WrittenWeight:
+    """The writer of a layout that is only read."""
+    raise ValueError("the layout is only read")
+
+
+# NVIDIA's ModelOpt. Definition: https://github.com/NVIDIA/Model-Optimizer, `torch/export` and
+# `torch/quantization/qtensor`. Its scale of the tensor is a factor, where that of compressed-tensors is a divisor.
+
+
+def _read_float_of_modelopt(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
+    scale = parts["weight_scale"]
+    if scale.ndim == 4 and scale.shape[1] == scale.shape[3] == 1:  # of blocks, with an axis for each inside
+        scale = scale.reshape(scale.shape[0], scale.shape[2])
+    return float8_array(parts["weight"], scale, None)
+
+
+MODELOPT_ROWS = (
+    row.LayoutRow(
+        "modelopt nvfp4", ("weight_scale_2", "weight", "weight_scale"), row.look_for_matrix("weight", row.BYTE, each=2),
+        _read_nvfp4_of_modelopt, only_read, "nvfp4",
+    ),
+    row.LayoutRow(
+        "modelopt fp8", _SCALED_PARTS, _LOOK_FOR_FLOAT8, _read_float_of_modelopt, only_read, _FLOAT_FITS
+    ),
+)  # fmt: skip
 
 
 # -- mxfp4 and mxfp8: exponents + 127 ----------------------------------------------------------------------------------

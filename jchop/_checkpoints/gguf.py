@@ -16,12 +16,22 @@ import ml_dtypes
 import numpy as np
 
 from jchop._checkpoints.layouts import offset_array
-from jchop._checkpoints.row import cast_exactly, integer_array, pieces, unsigned_pieces
+from jchop._checkpoints.row import (
+    cast_exactly,
+    integer_array,
+    over_elements,
+    pieces,
+    qarray_of_codes,
+    replace_zero_scales,
+    unsigned_pieces,
+)
 from jchop._common.checks import check, place_in_errors
 from jchop._common.files import MOST_ENTRIES, RegularFile, open_regular_file, short_text
 from jchop._storage._array import QArray
 from jchop._storage._axis_groupings import OWN_SCALE, AxisGrouping
 from jchop.formats import IntegerFormat
+from jchop.formats._catalogue import float8_e4m3fn
+from jchop.formats.scaled.catalogue import mxfp4, nvfp4
 
 _GGUF_MAGIC = b"GGUF"
 #: The number of bytes of a value by type; strings (8) and arrays (9) have their own.
@@ -39,6 +49,14 @@ class GGUFTensor(NamedTuple):
     shape: tuple[int, ...]
     start: int
     nbytes: int
+
+
+class GGUFKeys(NamedTuple):
+    """The keys of a file: how many, their bytes, and the alignment of tensors that is among them."""
+
+    count: int
+    data: bytes
+    alignment: int = 32
 
 
 class GGUFFile(RegularFile):
@@ -66,6 +84,11 @@ class GGUFFile(RegularFile):
         blob = self.tensors[name]
         return self.read_bytes(self._data + blob.start, blob.nbytes, f"tensor {short_text(name)}")
 
+    def read_keys(self) -> GGUFKeys:
+        """The keys of the file, such as the tokenizer, as they are."""
+        count, start, size, alignment = self._keys
+        return GGUFKeys(count, self.read_bytes(start, size, "the keys").tobytes(), alignment)
+
     def _read_header(self) -> None:
         self._remaining_bytes, self._strings = self.file_size, 0
         with place_in_errors(f"{self.path} is not a GGUF file"):
@@ -76,7 +99,7 @@ class GGUFFile(RegularFile):
             for name, count in (("tensors", tensors), ("keys", keys)):
                 if count > min(MOST_ENTRIES, self._remaining_bytes):
                     raise ValueError(f"it has {count} {name}, more than its bytes or {MOST_ENTRIES}")
-            alignment = 32
+            alignment, start = 32, self._file.tell()
             for _ in range(keys):
                 key, kind = self._read_string(), self._number(4)
                 if key == _ALIGNMENT_KEY and kind == _UINT32_TYPE:
@@ -85,6 +108,7 @@ class GGUFFile(RegularFile):
                         raise ValueError(f"the alignment {alignment} is no power of two up to 2^20")
                 else:
                     self._skip_value(kind, 0)
+            self._keys = keys, start, self._file.tell() - start, alignment
             self.tensors: dict[str, GGUFTensor] = {}
             for _ in range(tensors):
                 name = self._read_string()
@@ -161,18 +185,23 @@ def _check_gguf_places(tensors: Mapping[str, GGUFTensor], size: int) -> None:
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def gguf_header(tensors: Mapping[str, tuple[int, tuple[int, ...], int]]) -> tuple[bytes, dict[str, int], int]:
+def gguf_header(
+    tensors: Mapping[str, tuple[int, tuple[int, ...], int]], keys: GGUFKeys | None = None
+) -> tuple[bytes, dict[str, int], int]:
     """The header of a GGUF file of version 3, the first byte of each tensor in the file, and the end of the file.
 
     Args:
         tensors: type, shape in C order and bytes of each tensor.
+        keys: of the file. Default: the fewest that a file has.
 
     Raises:
         ValueError: for a name that is too long, or too many axes.
     """
-    header = _GGUF_MAGIC + _int_bytes(3, 4) + _int_bytes(len(tensors), 8) + _int_bytes(2, 8)
-    header += _string_bytes("general.quantization_version") + _int_bytes(_UINT32_TYPE, 4) + _int_bytes(2, 4)
-    header += _string_bytes("general.architecture") + _int_bytes(_STRING_TYPE, 4) + _string_bytes("unknown")
+    if keys is None:
+        data = _string_bytes("general.quantization_version") + _int_bytes(_UINT32_TYPE, 4) + _int_bytes(2, 4)
+        data += _string_bytes("general.architecture") + _int_bytes(_STRING_TYPE, 4) + _string_bytes("unknown")
+        keys = GGUFKeys(2, data)
+    header = _GGUF_MAGIC + _int_bytes(3, 4) + _int_bytes(len(tensors), 8) + _int_bytes(keys.count, 8) + keys.data
     at, places = 0, {}
     for name, (kind, shape, nbytes) in tensors.items():
         if len(shape) > _MOST_GGUF_AXES:
@@ -180,8 +209,8 @@ def gguf_header(tensors: Mapping[str, tuple[int, tuple[int, ...], int]]) -> tupl
         header += _string_bytes(name) + _int_bytes(len(shape), 4)
         header += b"".join(_int_bytes(n, 8) for n in shape[::-1]) + _int_bytes(kind, 4) + _int_bytes(at, 8)
         places[name] = at
-        at += -(-nbytes // 32) * 32
-    header += bytes(-len(header) % 32)
+        at += -(-nbytes // keys.alignment) * keys.alignment
+    header += bytes(-len(header) % keys.alignment)
     return header, {name: len(header) + place for name, place in places.items()}, len(header) + at
 
 
@@ -300,43 +329,132 @@ def _symmetric_codes(q: QArray, bits: int) -> tuple[np.ndarray, np.ndarray]:
     return codes, np.where(flip, -cast_exactly(scale, np.float16, "scales"), cast_exactly(scale, np.float16, "scales"))
 
 
+#: The levels of IQ4_NL and IQ4_XS. No level is -128, so the codes of a negative scale are those of the other sign.
+_IQ4_LEVELS = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
+
+
+def _level_array(nibbles: np.ndarray, scale: np.ndarray) -> QArray:
+    """Levels of IQ4 times scales, as integers of 8 bits."""
+    kinds = _row_kinds(nibbles, scale)
+    codes = _IQ4_LEVELS[nibbles]
+    codes = np.where(over_elements(scale < 0, kinds, codes.shape), -codes, codes)
+    return integer_array(codes.view(np.uint8) ^ np.uint8(128), np.abs(scale), None, 8, kinds)
+
+
+def _read_iq4_nl(blocks: np.ndarray) -> QArray:
+    return _level_array(_nibble_codes(blocks[..., 2:]), _block_scale(blocks[..., :2]))
+
+
+def _read_mxfp4_blocks(blocks: np.ndarray) -> QArray:
+    exponents = np.ascontiguousarray(blocks[..., 0])
+    check(not (exponents == 255).any(), "a scale is 255, the code of NaN")
+    return qarray_of_codes(_nibble_codes(blocks[..., 1:]), exponents, None, mxfp4)
+
+
+# -- 64 numbers in four groups under e4m3 scales -----------------------------------------------------------------------
+
+
+def _read_nvfp4_blocks(blocks: np.ndarray) -> QArray:
+    scale = _code_rows(blocks[..., :4])
+    check(bool((scale < 127).all()), "a scale is no number of e4m3 from 0 to 448")
+    codes = _code_rows(_bit_fields(blocks[..., 4:].reshape(*blocks.shape[:2], 4, 8), 4))
+    kinds = _row_kinds(codes, scale)
+    codes, scale = replace_zero_scales(codes, scale, kinds, codes & np.uint8(8), 0x38)
+    return qarray_of_codes(codes, (scale, np.ones((), np.float32)), None, nvfp4(scale=float8_e4m3fn))
+
+
 # -- 256 numbers, with integer scales of 16 or 32 numbers --------------------------------------------------------------
 
 
-def _read_offset_k(blocks: np.ndarray, bits: int) -> QArray:
-    scale, low = (_block_scale(blocks[..., at : at + 2]).astype(np.float32)[..., None] for at in (0, 2))
-    packed_scales, nibbles = blocks[..., 4:16], blocks[..., -128:].reshape(*blocks.shape[:2], 4, 1, 32)
-    first, second, rest = packed_scales[..., :4], packed_scales[..., 4:8], packed_scales[..., 8:]
-    scales = np.concatenate([first & 63, rest & 15 | first >> 6 << 4], -1)
-    lows = np.concatenate([second & 63, rest >> 4 | second >> 6 << 4], -1)
-    codes = np.concatenate([nibbles & np.uint8(15), nibbles >> np.uint8(4)], -2)
-    if bits == 5:  # a bit of byte k for number k of each of the eight groups
-        fifth = np.unpackbits(blocks[..., 16:48, None], axis=-1, bitorder="little").swapaxes(-1, -2)
-        codes |= fifth.reshape(codes.shape) << np.uint8(4)
-    codes = _code_rows(codes)
-    factors, offsets = _code_rows(scale * scales), _code_rows(np.float32(0) - low * lows)
+def _bit_fields(data: np.ndarray, bits: int) -> np.ndarray:
+    """The fields of so many bits of bytes, (..., n), the low ones first, as (..., 8 / bits, n)."""
+    return data[..., None, :] >> np.arange(0, 8, bits, dtype=np.uint8)[:, None] & np.uint8((1 << bits) - 1)
+
+
+def _k_scale(blocks: np.ndarray, at: int) -> np.ndarray:
+    return _block_scale(blocks[..., at : at + 2]).astype(np.float32)[..., None]
+
+
+def _offset_k(codes: np.ndarray, factors: np.ndarray, lows: np.ndarray, bits: int) -> QArray:
+    """Numbers f u - l of blocks."""
+    codes, factors, offsets = _code_rows(codes), _code_rows(factors), _code_rows(np.float32(0) - lows)
     check(bool((factors >= 0).all()), "a scale is below zero")
     return offset_array(codes, factors, offsets, IntegerFormat(bits, signed=False), _row_kinds(codes, factors))
 
 
+def _symmetric_k(codes: np.ndarray, scale: np.ndarray, scales: np.ndarray, bits: int) -> QArray:
+    """Numbers of blocks under a scale for each, times small integers."""
+    codes, factors = _code_rows(codes), _code_rows(scale * scales.astype(np.float32))
+    return integer_array(codes, factors, None, bits, _row_kinds(codes, factors))
+
+
+def _read_q2_k(blocks: np.ndarray) -> QArray:
+    factors, lows = blocks[..., :16] & np.uint8(15), blocks[..., :16] >> np.uint8(4)
+    codes = _bit_fields(blocks[..., 16:80].reshape(*blocks.shape[:2], 2, 32), 2)
+    return _offset_k(codes, _k_scale(blocks, 80) * factors, _k_scale(blocks, 82) * lows, 2)
+
+
+def _read_q3_k(blocks: np.ndarray) -> QArray:
+    low = _bit_fields(blocks[..., 32:96].reshape(*blocks.shape[:2], 2, 32), 2).reshape(*blocks.shape[:2], 256)
+    high = _bit_fields(blocks[..., :32], 1).reshape(low.shape)
+    scales = _bit_fields(blocks[..., 96:104], 4).reshape(*blocks.shape[:2], 16)
+    scales = scales | _bit_fields(blocks[..., 104:108], 2).reshape(scales.shape) << np.uint8(4)
+    return _symmetric_k(low | high << np.uint8(2), _k_scale(blocks, 108), scales.astype(np.int8) - np.int8(32), 3)
+
+
+def _read_offset_k(blocks: np.ndarray, bits: int) -> QArray:
+    packed_scales = blocks[..., 4:16]
+    first, second, rest = packed_scales[..., :4], packed_scales[..., 4:8], packed_scales[..., 8:]
+    scales = np.concatenate([first & 63, rest & 15 | first >> 6 << 4], -1)
+    lows = np.concatenate([second & 63, rest >> 4 | second >> 6 << 4], -1)
+    codes = _bit_fields(blocks[..., -128:].reshape(*blocks.shape[:2], 4, 32), 4)
+    if bits == 5:  # a bit of byte k for number k of each of the eight groups
+        codes |= _bit_fields(blocks[..., 16:48], 1).reshape(codes.shape) << np.uint8(4)
+    return _offset_k(codes, _k_scale(blocks, 0) * scales, _k_scale(blocks, 2) * lows, bits)
+
+
 def _read_q6_k(blocks: np.ndarray) -> QArray:
-    low = blocks[..., :128].reshape(*blocks.shape[:2], 2, 1, 64)
-    high = blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32)
-    scales = np.ascontiguousarray(blocks[..., 192:208]).view(np.int8).astype(np.float32)
-    factors = _code_rows(_block_scale(blocks[..., 208:]).astype(np.float32)[..., None] * scales)
-    low = np.concatenate([low & np.uint8(15), low >> np.uint8(4)], -2).reshape(*blocks.shape[:2], 2, 4, 32)
-    high = high >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & np.uint8(3)
-    codes = _code_rows(low | high << np.uint8(4))
-    return integer_array(codes, factors, None, 6, _row_kinds(codes, factors))
+    low = _bit_fields(blocks[..., :128].reshape(*blocks.shape[:2], 2, 64), 4)
+    high = _bit_fields(blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 32), 2)
+    scales = np.ascontiguousarray(blocks[..., 192:208]).view(np.int8)
+    return _symmetric_k(low.reshape(high.shape) | high << np.uint8(4), _k_scale(blocks, 208), scales, 6)
+
+
+def _read_iq4_xs(blocks: np.ndarray) -> QArray:
+    high = np.ascontiguousarray(blocks[..., 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & np.uint16(3)
+    low = _bit_fields(blocks[..., 4:8], 4).swapaxes(-1, -2).reshape(high.shape)
+    scales = (low | high.astype(np.uint8) << np.uint8(4)).astype(np.int8) - np.int8(32)
+    nibbles = _bit_fields(blocks[..., 8:].reshape(*blocks.shape[:2], 8, 16), 4)
+    return _level_array(_code_rows(nibbles), _code_rows(_k_scale(blocks, 0) * scales.astype(np.float32)))
+
+
+# -- 256 numbers from -1 to 1 under one scale; in TQ2_0 also 2 ---------------------------------------------------------
+
+
+def _ternary(codes: np.ndarray, scale: np.ndarray) -> QArray:
+    codes = _code_rows(codes)
+    return integer_array(codes, scale, np.ones(scale.shape, np.int32), 2, _row_kinds(codes, scale))
+
+
+def _read_tq1_0(blocks: np.ndarray) -> QArray:
+    parts = []
+    for start, stop, count in ((0, 32, 5), (32, 48, 5), (48, 52, 4)):  # count digits of three in each byte
+        powers = 3 ** np.arange(count, dtype=np.uint8)[:, None]
+        digits = (blocks[..., None, start:stop] * powers.astype(np.uint8)).astype(np.uint16) * 3 >> 8
+        parts.append(digits.astype(np.uint8).reshape(*blocks.shape[:2], -1))
+    return _ternary(np.concatenate(parts, -1), _block_scale(blocks[..., 52:]))
+
+
+def _read_tq2_0(blocks: np.ndarray) -> QArray:
+    codes = _bit_fields(blocks[..., :64].reshape(*blocks.shape[:2], 2, 32), 2)
+    return _ternary(codes, _block_scale(blocks[..., 64:]))
 
 
 #: Name, numbers and bytes of a block of the types that are not read, by number.
 _UNREAD_TYPES = {
-    9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 15: ("Q8_K", 256, 292),
-    16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50),
-    20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136),
-    29: ("IQ1_M", 256, 56), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
-    40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
+    9: ("Q8_1", 32, 40), 15: ("Q8_K", 256, 292), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82),
+    29: ("IQ1_M", 256, 56), 41: ("Q1_0", 128, 18),
 }  # fmt: skip
 #: Name and dtype of the types that are not quantized, by number.
 _PLAIN_TYPES = {
@@ -356,7 +474,15 @@ GGUF_BLOCKS = {
     8: GGUFBlock("Q8_0", 32, 34, _read_q8_0, _write_q8_0, fits="int8(group=32,scale=float16)"),
     12: GGUFBlock("Q4_K", 256, 144, partial(_read_offset_k, bits=4)),
     13: GGUFBlock("Q5_K", 256, 176, partial(_read_offset_k, bits=5)),
+    10: GGUFBlock("Q2_K", 256, 84, _read_q2_k),
+    11: GGUFBlock("Q3_K", 256, 110, _read_q3_k),
     14: GGUFBlock("Q6_K", 256, 210, _read_q6_k),
+    20: GGUFBlock("IQ4_NL", 32, 18, _read_iq4_nl),
+    23: GGUFBlock("IQ4_XS", 256, 136, _read_iq4_xs),
+    34: GGUFBlock("TQ1_0", 256, 54, _read_tq1_0),
+    35: GGUFBlock("TQ2_0", 256, 66, _read_tq2_0),
+    39: GGUFBlock("MXFP4", 32, 17, _read_mxfp4_blocks),
+    40: GGUFBlock("NVFP4", 64, 36, _read_nvfp4_blocks),
     **{number: GGUFBlock(*row) for number, row in _UNREAD_TYPES.items()},
 }
 #: Where the bytes of an unknown type end is not known.

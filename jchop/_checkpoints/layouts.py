@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jchop._checkpoints import row
-from jchop._checkpoints.compressed_tensors import integer_array_by_index
+from jchop._checkpoints.compressed_tensors import integer_array_by_index, only_read
 from jchop._common.checks import check, place_in_errors
 from jchop._common.files import json_object, short_text
 from jchop._storage._array import QArray
@@ -170,6 +170,49 @@ def _write_awq(q: QArray, exact: bool) -> row.WrittenWeight:
 
 
 AWQ = row.LayoutRow("awq", _GPTQ_PARTS, _look_awq, _read_awq, _write_awq, "int4(group=128,scale=float16)")
+
+
+# -- MLX: dense words of a weight (out, in), with scales and biases (out, groups) --------------------------------------
+
+# Definition: https://github.com/ml-explore/mlx, `mlx/backend/cpu/quantized.cpp` (`affine_dequantize`). The numbers are
+# s u + b in float32. Scales of both signs are usual.
+
+
+def _mlx_bits(facts: row.LayoutFacts, words: int, groups: int) -> int:
+    """The width of the codes of a module, which its own field of the configuration may have."""
+    own = facts.get(str(facts.get("module")))
+    own = own if isinstance(own, dict) else facts
+    bits = row.fact_field(own, "bits", int, row.fact_field(facts, "bits", int, 4))
+    size = row.fact_field(own, "group_size", int, row.fact_field(facts, "group_size", int, 64))
+    mode = own.get("mode", "affine")
+    check(mode == "affine", f"mode={short_text(mode)} is not read beside biases")
+    check(bits in (2, 3, 4, 5, 6, 8) and size > 0, f"bits={bits} and group_size={size} are not those of MLX")
+    fits = words * 32 == groups * size * bits
+    check(fits, f"{words} words and {groups} groups do not fit bits={bits} and group_size={size} of the configuration")
+    return bits
+
+
+def _read_mlx(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
+    words, stored, offsets = parts["weight"], parts["scales"], parts["biases"]
+    ok = row.is_matrix(stored) and stored.shape == offsets.shape and stored.shape[0] == words.shape[0]
+    check(ok and stored.dtype == offsets.dtype, "scales and biases must both have the shape (out, groups)")
+    scale, low = (row.as_scales(part, part.shape).astype(np.float32) for part in (stored, offsets))
+    bits = _mlx_bits(facts, words.shape[1], scale.shape[1])
+    codes = row.codes_from_words(words, bits, words.shape[1] * 32 // bits)
+    kinds = row.kinds_from(codes.shape, scale.shape)
+    most, below = (1 << bits) - 1, scale < 0
+    codes = np.where(row.over_elements(below, kinds, codes.shape), most - codes, codes).astype(np.uint8)
+    exact = low.astype(np.float64) + np.where(below, most * scale.astype(np.float64), 0)  # |s| (most - u) + this
+    low = row.cast_exactly(exact, np.float32, "offsets of scales below zero")
+    return offset_array(codes, np.abs(scale), low, IntegerFormat(bits, signed=False), kinds)
+
+
+def _look_mlx(entries: row.TensorEntries) -> tuple[int, ...] | None:
+    words, biases = entries["weight"], entries["biases"]
+    return words.shape if row.is_matrix(words, np.dtype("<u4")) and row.is_matrix(biases) else None
+
+
+MLX_ROW = row.LayoutRow("mlx", ("biases", "weight", "scales"), _look_mlx, _read_mlx, only_read, "")
 
 
 # -- bitsandbytes' NF4: codes of the flat weight, the first in the high nibble, with or without double quantization ----
@@ -370,8 +413,15 @@ def _block_size(weight: row.Pieces) -> list[int]:
     return block
 
 
-def _torchao_record(name: str, data: dict[str, Any], parts: dict[str, np.ndarray]) -> row.WrittenWeight:
-    return parts, {"_type": name, "_data": data, "_tensor_data_names": list(parts)}
+#: The field of the facts that is not in the record of a weight: the configuration by which torchao makes it.
+TORCHAO_CONFIG = "config"
+
+
+def _torchao_record(
+    name: str, data: dict[str, Any], parts: dict[str, np.ndarray], config: str, options: dict[str, Any]
+) -> row.WrittenWeight:
+    facts = {"_type": name, "_data": data, "_tensor_data_names": list(parts)}
+    return parts, facts | {TORCHAO_CONFIG: {"_type": config, "_version": 2, "_data": options}}
 
 
 def _dtype_record(name: str) -> dict[str, str]:
@@ -387,8 +437,13 @@ def _write_int8(q: QArray, exact: bool) -> row.WrittenWeight:
     parts = {"qdata": (codes.astype(np.int16) - half).astype(np.int8), "scale": scale}
     parts["zero_point"] = shift.astype(np.int8)
     data = {"target_dtype": _dtype_record(f"int{weight.fmt.element.bits}"), "block_size": _block_size(weight)}
-    data |= {"dtype": _dtype_record(str(scale.dtype)), "apply_int8_act_asym_per_token_quant": False}
-    return _torchao_record("IntxUnpackedToInt8Tensor", data, parts)
+    data |= {"dtype": _dtype_record(str(np.dtype(q.dtype))), "activation_quantization": None}
+    size = data["block_size"][1]
+    rows = {"_type": "PerAxis", "_version": 1, "_data": {"axis": 0}}
+    groups = {"_type": "PerGroup", "_version": 1, "_data": {"group_size": size}}
+    options = {"weight_dtype": data["target_dtype"], "granularity": rows if size == q.shape[1] else groups}
+    options["mapping_type"] = {"_type": "MappingType", "_data": "ASYMMETRIC" if shift.any() else "SYMMETRIC"}
+    return _torchao_record("IntxUnpackedToInt8Tensor", data, parts, "IntxWeightOnlyConfig", options)
 
 
 def _write_float8(q: QArray, exact: bool) -> row.WrittenWeight:
@@ -399,7 +454,7 @@ def _write_float8(q: QArray, exact: bool) -> row.WrittenWeight:
         "kernel_preference": {"_type": "KernelPreference", "_data": "AUTO"},
         "dtype": _dtype_record(str(np.dtype(q.dtype))),
     }
-    return _torchao_record("Float8Tensor", data, parts)
+    return _torchao_record("Float8Tensor", data, parts, "Float8WeightOnlyConfig", {})
 
 
 def _write_int4(q: QArray, exact: bool) -> row.WrittenWeight:
@@ -413,7 +468,8 @@ def _write_int4(q: QArray, exact: bool) -> row.WrittenWeight:
     assert zero is not None
     parts = {"qdata": row.pack_bits(weight.codes, 4).view(np.int8), "scale": np.ascontiguousarray(scale.T)}
     parts["zero_point"] = np.ascontiguousarray(zero.T)
-    return _torchao_record("Int4Tensor", {"block_size": _block_size(weight), "shape": list(q.shape)}, parts)
+    data = {"block_size": _block_size(weight), "shape": list(q.shape)}
+    return _torchao_record("Int4Tensor", data, parts, "Int4WeightOnlyConfig", {"group_size": data["block_size"][1]})
 
 
 def _torchao_row(

@@ -44,6 +44,8 @@ class LayoutRow:
         read: makes the QArray. It raises a ValueError for tensors that contradict each other.
         write: makes the tensors and the facts. It raises a ValueError for a QArray that has no such form.
         fits: a spec that can be written, and for which arrays; for errors.
+        float_inputs: whether inputs may be rounded to floats. A row without that is the last choice of those with
+            rounded inputs.
         peek: a short tensor and a function that finds the shape of the weight in it, if the entries do not show it.
     """
 
@@ -55,6 +57,7 @@ class LayoutRow:
     fits: str
     optional: tuple[str, ...] = ()
     peek: tuple[str, Callable[[np.ndarray], tuple[int, ...]]] | None = None
+    float_inputs: bool = True
 
     @property
     def anchor(self) -> str:
@@ -339,7 +342,8 @@ def group_by_column(parts: Pieces) -> tuple[Pieces, np.ndarray | None]:
 
 def cast_exactly(values: np.ndarray, dtype: Any, what: str) -> np.ndarray:
     """Values in another dtype; ValueError if they change."""
-    result = values.astype(dtype)
+    with np.errstate(over="ignore"):
+        result = values.astype(dtype)
     same = np.array_equal(result.astype(np.float64), values.astype(np.float64))
     check(same, f"its {what} of dtype {values.dtype} are not exact in {np.dtype(dtype).name}")
     return result

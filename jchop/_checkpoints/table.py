@@ -6,7 +6,7 @@ import json
 from bisect import bisect_left
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
@@ -21,6 +21,8 @@ from jchop._storage._files.safetensors import ShardFiles, TensorEntry
 
 #: The field of ``config.json``, and the ends of the names of weights.
 CONFIG_FIELD, WEIGHT_NAME = "quantization_config", "weight"
+#: The field of a group of weights that says how inputs are rounded.
+INPUT_ACTIVATIONS = "input_activations"
 
 
 class LayoutWeight(NamedTuple):
@@ -49,6 +51,7 @@ class CheckpointLayout:
         config: makes the ``quantization_config`` of what was written, from the facts of each module and the modules
             that were not quantized.
         records: whether facts are in the metadata of the files, and not in the configuration.
+        activations: whether the configuration says how inputs are rounded.
         appends: whether the ends of rows follow the name of a weight. Else they follow the name of its module, and the
             weight is called ``weight`` in it.
     """
@@ -58,6 +61,7 @@ class CheckpointLayout:
     config: Callable[[Mapping[str, tuple[LayoutRow, LayoutFacts]], Sequence[str]], dict[str, Any]]
     records: bool = False
     appends: bool = False
+    activations: bool = False
 
     def stem(self, module: str) -> str:
         """The beginning of the names of the tensors of a module's weight, or of a weight, as the layout names them."""
@@ -188,12 +192,13 @@ _CONFIG_VALUES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "gptq_v2": {"checkpoint_format": ("gptq", "gptq_v2"), "format": ("gptq", "gptq_v2")},
     "awq": {"version": ("gemm",)},
     "fp8": {"fmt": ("e4m3", "float8_e4m3fn")},
+    "modelopt": {"quant_algo": ("nvfp4", "fp8", "fp8_per_channel_per_token", "fp8_pb_wo", "mxfp8", "mixed_precision")},
     "bitsandbytes": {"load_in_8bit": ("false",), "bnb_4bit_quant_type": ("nf4",)},
 }
 #: Ends of names of tensors in layouts that are not read, and a name for these.
 _FOREIGN_ANCHORS = {
     "SCB": "LLM.int8 of bitsandbytes", "quant_state.bitsandbytes__fp4": "FP4 of bitsandbytes",
-    "weight.bitmask": "sparse compressed-tensors", "weight_scale_2": "modelopt's NVFP4", "W_q": "HQQ",
+    "weight.bitmask": "sparse compressed-tensors", "W_q": "HQQ", "pre_quant_scale": "modelopt's AWQ",
     "q_weight": "ExLlamaV2", "_weight_qdata": "torchao, without its records in the metadata",
 }  # fmt: skip
 #: Ends of the names of two tensors, of which the first has codes: a layout, or a name for those that are not read.
@@ -223,6 +228,8 @@ def code_scale_pairs(entries: Mapping[str, TensorEntry], layout: str) -> dict[st
             beside = (path.removesuffix(codes) + scales).removeprefix(".")
             other = _CODE_SCALE_PAIRS[codes, scales]
             if not path.endswith(codes) or beside not in entries or other == layout:
+                continue
+            if layout == "mlx" and beside.removesuffix("scales") + layouts.MLX_ROW.anchor in entries:
                 continue
             if not any(has_anchor(beside, "", anchor) for anchor in _ANCHOR_LAYOUTS):
                 why = f"of the layout {other}, not {layout}" if other in LAYOUTS else f"of {other}, which is not read"
@@ -283,7 +290,7 @@ def fields_beside_weights(config: LayoutFacts) -> list[str]:
     """The fields of a configuration that say more than how weights are stored, and that no layout writes."""
     quantization_config = fact_field(config, CONFIG_FIELD, dict, {})
     groups = config_groups(quantization_config).values()
-    names = [name for name in ("input_activations", "output_activations") if any(group.get(name) for group in groups)]
+    names = [name for name in (INPUT_ACTIVATIONS, "output_activations") if any(group.get(name) for group in groups)]
     names += [name for name in ("kv_cache_scheme", "transform_config") if quantization_config.get(name)]
     return names + (["activation_scheme"] if quantization_config.get("activation_scheme") == "static" else [])
 
@@ -315,9 +322,10 @@ def _compressed_tensors_config(rows: RowsByModule, others: Sequence[str]) -> dic
     formats = set()
     for number, (text, modules) in enumerate(kinds.items()):
         name, facts = json.loads(text)
+        inputs = facts.pop(INPUT_ACTIVATIONS, None)
         formats.add(name)
         targets = ["Linear"] if len(kinds) == 1 else modules
-        groups[f"group_{number}"] = {"targets": targets, "weights": facts, "input_activations": None, "format": name}
+        groups[f"group_{number}"] = {"targets": targets, "weights": facts, INPUT_ACTIVATIONS: inputs, "format": name}
     config = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "config_groups": groups}
     config["version"] = ".".join(map(str, (*ct.DENSE_VERSION, 0)))
     return config | {"format": formats.pop() if len(formats) == 1 else "mixed-precision", "ignore": list(others)}
@@ -356,19 +364,33 @@ def _gptq_config(version: str) -> Callable[[RowsByModule, Sequence[str]], dict[s
     return config
 
 
+def _torchao_config(rows: RowsByModule, others: Sequence[str]) -> dict[str, Any]:
+    """The configuration of torchao: that of all weights, or one for each module."""
+    by_module = {module: facts[layouts.TORCHAO_CONFIG] for module, (_, facts) in rows.items()}
+    kind, *more = {json.dumps(config): config for config in by_module.values()}.values()
+    if more:
+        kind = {"_type": "FqnToConfig", "_version": 1, "_data": {"fqn_to_config": by_module}}
+    return {
+        "quant_method": "torchao", "quant_type": {"default": kind}, "modules_to_not_convert": list(others) or None,
+        "include_input_output_embeddings": False, "untie_embedding_weights": False,
+    }  # fmt: skip
+
+
 _NF4_CONFIG = _config_of_one_form("bitsandbytes", "llm_int8_skip_modules")
 _COMPRESSED_ROWS = (ct.NVFP4_ROW, ct.PACK_ROW, ct.MXFP4_ROW, ct.MXFP8_ROW, ct.FLOAT_ROW, ct.INTEGER_ROW)
 #: The layouts by name.
 _FP8_CONFIG = _config_of_one_form("fp8", fmt="e4m3", activation_scheme="dynamic")
 _GPT_OSS_ROWS, _TORCHAO_ROWS = (ct.GPT_OSS_ROW, ct.GPT_OSS_POINT_ROW), tuple(layouts.TORCHAO_ROWS.values())
 _LAYOUT_LIST = (
-    CheckpointLayout("compressed-tensors", _COMPRESSED_ROWS, _compressed_tensors_config),
+    CheckpointLayout("compressed-tensors", _COMPRESSED_ROWS, _compressed_tensors_config, activations=True),
     CheckpointLayout("gptq", (layouts.GPTQ,), _gptq_config("gptq")),
     CheckpointLayout("gptq_v2", (layouts.GPTQ_V2,), _gptq_config("gptq_v2")),
     CheckpointLayout("awq", (layouts.AWQ,), _config_of_one_form("awq")),
     CheckpointLayout("fp8", (ct.FP8_TILES, ct.FP8_ONE_SCALE), _FP8_CONFIG),
     CheckpointLayout("bitsandbytes", (layouts.NF4_ROW,), _NF4_CONFIG, appends=True),
-    CheckpointLayout("torchao", _TORCHAO_ROWS, lambda *_: {"quant_method": "torchao"}, records=True),
+    CheckpointLayout("torchao", _TORCHAO_ROWS, _torchao_config, records=True),
+    CheckpointLayout("modelopt", (replace(ct.MXFP8_ROW, write=ct.only_read), *ct.MODELOPT_ROWS), lambda *_: {}),
+    CheckpointLayout("mlx", (layouts.MLX_ROW,), lambda *_: {}),
     CheckpointLayout("mxfp4", _GPT_OSS_ROWS, _config_of_one_form("mxfp4"), appends=True),
 )
 LAYOUTS = {layout.name: layout for layout in _LAYOUT_LIST}
@@ -389,6 +411,8 @@ def detect_layout(source: ShardFiles) -> str | None:
     method = config.get("quant_method")
     if method is None and fact_field(config, "load_in_4bit", bool, False):
         method = "bitsandbytes"
+    if method is None and any(has_anchor(name, "", layouts.MLX_ROW.anchor) for name in source.entries):
+        method = "mlx"  # which writes no method
     if method is not None:
         name = method
         if method == "gptq" and "gptq_v2" in (config.get("checkpoint_format"), config.get("format")):
@@ -408,6 +432,8 @@ def _layout_by_names(entries: Mapping[str, TensorEntry]) -> str | None:
     owners = _ANCHOR_LAYOUTS | _FOREIGN_ANCHORS
     layouts = {owners[anchor] for name in entries for anchor in owners if has_anchor(name, "", anchor)}
     layouts |= {layout.name for layout in LAYOUTS.values() if layout.appends and layout.has_pair(entries)}
+    if "modelopt" in layouts:  # which has names of compressed-tensors, too
+        layouts.discard("compressed-tensors")
     if foreign := layouts & set(_FOREIGN_ANCHORS.values()):
         raise ValueError(f"the tensors are of {min(foreign)}, which is not read; {_AS_PLAIN}")
     if layouts == {"gptq"}:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jchop._checkpoints.checkpoint import (
@@ -28,13 +29,16 @@ from jchop._checkpoints.checkpoint import (
     TensorNaming,
     open_checkpoint,
 )
-from jchop._checkpoints.gguf import GGUF_BLOCKS, gguf_header
+from jchop._checkpoints.compressed_tensors import activation_arguments, only_read
+from jchop._checkpoints.gguf import GGUF_BLOCKS, GGUFKeys, gguf_header
+from jchop._checkpoints.layouts import TORCHAO_CONFIG
 from jchop._checkpoints.row import LayoutRow, group_lengths, pieces
-from jchop._checkpoints.table import CONFIG_FIELD, LAYOUTS, WEIGHT_NAME, CheckpointLayout
+from jchop._checkpoints.table import CONFIG_FIELD, INPUT_ACTIVATIONS, LAYOUTS, WEIGHT_NAME, CheckpointLayout
 from jchop._common import files
 from jchop._common.checks import check, check_bool, check_choice, check_int
 from jchop._common.on_demand import is_module_of, load_name
 from jchop._round.arguments import has_tracer
+from jchop._spec.spec import Spec
 from jchop._storage._array import QArray
 from jchop._storage._files import safetensors
 from jchop._storage._quantize import StoredAs, dequantize
@@ -62,6 +66,7 @@ class WriteOptions:
             fails.
         others: files that are copied into a folder, unless it has one of that name. Default: none.
         progress: function of a name, the bytes that are done, and the total.
+        gguf_keys: of a GGUF file. Default: the fewest.
     """
 
     layout: str
@@ -71,6 +76,7 @@ class WriteOptions:
     run: str = ""
     others: Sequence[Path] = ()
     progress: ByteProgress = no_progress
+    gguf_keys: GGUFKeys | None = None
 
 
 def write_jobs(jobs: Sequence[WriteJob], target: Path, options: WriteOptions) -> bool:
@@ -83,7 +89,7 @@ def write_jobs(jobs: Sequence[WriteJob], target: Path, options: WriteOptions) ->
             f"{target}: layout={layout!r}, but files that end in .gguf, and only these, have the layout 'gguf'"
         )
     if layout == GGUF_LAYOUT:
-        _write_gguf(jobs, target, options.progress)
+        _write_gguf(jobs, target, options)
     elif suffix == ".safetensors":
         in_memory = replace(options, shard_bytes=SHARD_BYTES)
         _write_tensors(target, jobs, in_memory, 0, sum(job.nbytes for job in jobs), config=False)
@@ -217,7 +223,8 @@ def _write_tensors(
     record, places, tensors = LayoutRecord(config=config), dict[str, int](), dict[str, safetensors.TensorEntry]()
     with tempfile.SpooledTemporaryFile(options.shard_bytes, dir=str(path.parent)) as file:  # until the header is known
         for job in jobs:
-            for name, array in record.add(options.layout, job.name, job.make(), options.exact).items():
+            value = _in_model_dtype(job.make(), options)
+            for name, array in record.add(options.layout, job.name, value, options.exact, job.activation).items():
                 check(name not in tensors, f"two arrays have a tensor of the name {name!r}")
                 tensors[name], places[name] = safetensors.TensorEntry(array.dtype, tuple(array.shape)), file.tell()
                 file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
@@ -235,6 +242,14 @@ def _write_tensors(
     return {"rows": record.rows, "plain": record.plain, "tensors": list(entries), "size": size}
 
 
+def _in_model_dtype(value: ModelArray, options: WriteOptions) -> ModelArray:
+    """An array whose dtype, if it is quantized, is that of the model, which layouts without dtypes read as float32."""
+    dtype = options.config.get("dtype", options.config.get("torch_dtype"))
+    if isinstance(value, QArray) and options.layout in LAYOUTS and dtype in _MODEL_DTYPES:
+        return replace(value, dtype=_MODEL_DTYPES[dtype])
+    return value
+
+
 def _write_json(path: Path, value: Any) -> None:
     text = json.dumps(value, indent=2) + "\n"
     files.write_atomically(path, lambda file: file.write(text.encode()))
@@ -243,6 +258,10 @@ def _write_json(path: Path, value: Any) -> None:
 # -- an array as tensors, and the metadata and the configuration that go with them -------------------------------------
 
 
+#: The names of the embedding and of the head in models of Hugging Face; one array may be both.
+_TIED_EMBEDDING, _TIED_HEAD = "embed_tokens", "lm_head"
+#: The dtypes of models in a configuration.
+_MODEL_DTYPES = {name: jnp.dtype(name) for name in ("float16", "bfloat16", "float32")}
 #: An array of a model and the bytes that it takes before it is written; it is made when it is needed.
 ModelArray = QArray | np.ndarray
 
@@ -254,11 +273,13 @@ class WriteJob(NamedTuple):
         name: of the array.
         nbytes: its bytes, by which files are divided.
         make: gives the array, with NumPy leaves.
+        activation: the spec to which its product rounds its inputs. Default: none.
     """
 
     name: str
     nbytes: int
     make: Callable[[], ModelArray]
+    activation: Spec | None = None
 
 
 def _layout_bytes(layout: str, nbytes: int, shape: tuple[int, ...], quantized: bool) -> int:
@@ -280,7 +301,9 @@ class LayoutRecord:
     plain: dict[str, int] = field(default_factory=dict)
     config: bool = True
 
-    def add(self, layout: str, name: str, value: ModelArray, exact: bool) -> dict[str, np.ndarray]:
+    def add(
+        self, layout: str, name: str, value: ModelArray, exact: bool, activation: Spec | None = None
+    ) -> dict[str, np.ndarray]:
         """The tensors of an array, which is added.
 
         Raises:
@@ -292,9 +315,11 @@ class LayoutRecord:
         if layout == OWN_LAYOUT:
             self.rows[name] = [OWN_LAYOUT, qarray_description(value)]
             return {part: np.asarray(leaf) for part, leaf in qarray_tensors(name, value).items()}
-        return self._add_in_rows(LAYOUTS[layout], name, value, exact)
+        return self._add_in_rows(LAYOUTS[layout], name, value, exact, activation)
 
-    def _add_in_rows(self, layout: CheckpointLayout, name: str, q: QArray, exact: bool) -> dict[str, np.ndarray]:
+    def _add_in_rows(
+        self, layout: CheckpointLayout, name: str, q: QArray, exact: bool, activation: Spec | None
+    ) -> dict[str, np.ndarray]:
         named = layout.appends or f".{name}".endswith(f".{WEIGHT_NAME}")
         check(
             named,
@@ -302,8 +327,14 @@ class LayoutRecord:
             f"(out, in). The layouts {OWN_LAYOUT} and {PLAIN_LAYOUT} hold any name; "
             "names= of jchop.save_checkpoint gives others",
         )
+        if all(row.write is only_read for row in layout.rows):
+            raise ValueError(
+                f"{name!r} is quantized, and the layout {layout.name} is only read; compressed-tensors, torchao and "
+                "others are written, too"
+            )
         reasons = []
-        for row in layout.rows:
+        inputs = activation_arguments(activation) if layout.activations and activation is not None else None
+        for row in sorted(layout.rows, key=lambda row: inputs is not None and not row.float_inputs):
             try:
                 parts, facts = row.write(q, exact)
                 if not (self.config or layout.records):
@@ -311,6 +342,8 @@ class LayoutRecord:
             except ValueError as error:
                 reasons.append(f"{row.name}: {error}")
                 continue
+            if inputs is not None and (row.float_inputs or inputs["type"] == "int"):
+                facts = {**facts, INPUT_ACTIVATIONS: inputs}
             self.rows[name] = [row.name, facts]
             return {layout.stem(layout.owner(name)) + part: array for part, array in parts.items()}
         fits = ", ".join(dict.fromkeys(row.fits for row in layout.rows))
@@ -326,7 +359,10 @@ class LayoutRecord:
             return {"format": "pt"} | qarray_metadata({name: facts for name, (_, facts) in self.rows.items()})
         if layout not in LAYOUTS or not LAYOUTS[layout].records:
             return {"format": "pt"}
-        records = {name: json.dumps(facts) for name, (_, facts) in self.rows.items()}
+        records = {
+            name: json.dumps({key: fact for key, fact in facts.items() if key != TORCHAO_CONFIG})
+            for name, (_, facts) in self.rows.items()
+        }
         records |= {name: json.dumps({"_type": "Tensor"}) for name in self.plain}
         return {"format": "pt", "tensor_names": json.dumps(list(records))} | records
 
@@ -344,6 +380,9 @@ class LayoutRecord:
         modules = {table_layout.owner(name): (by_name[row], facts) for name, (row, facts) in self.rows.items()}
         end = f".{WEIGHT_NAME}"
         plain = [name.removesuffix(end) for name, axes in self.plain.items() if axes == 2 and name.endswith(end)]
+        names = [name.rpartition(".")[2] for name in (*plain, *modules)]
+        if _TIED_EMBEDDING in names and _TIED_HEAD not in names:  # a head of the embedding, which has no tensor
+            plain.append(_TIED_HEAD)
         return base | {CONFIG_FIELD: table_layout.config(modules, plain)}
 
 
@@ -362,7 +401,7 @@ def _check_without_config(row: LayoutRow, parts: dict[str, np.ndarray], q: QArra
 # -- GGUF files: each array is asked for twice, first for its type and bytes, then for the bytes themselves ------------
 
 
-def _write_gguf(jobs: Sequence[WriteJob], target: Path, progress: ByteProgress) -> None:
+def _write_gguf(jobs: Sequence[WriteJob], target: Path, options: WriteOptions) -> None:
     """Writes arrays to a GGUF file, in one step.
 
     Raises:
@@ -375,9 +414,9 @@ def _write_gguf(jobs: Sequence[WriteJob], target: Path, progress: ByteProgress) 
         kind, data = _gguf_type_and_bytes(job.name, value)
         places[job.name] = (kind, tuple(value.shape), data.nbytes)
         position += job.nbytes
-        progress(job.name, position, total)
+        options.progress(job.name, position, total)
 
-    header, starts, end = gguf_header(places)
+    header, starts, end = gguf_header(places, options.gguf_keys)
 
     def write(file: Any) -> None:
         at = position
@@ -387,7 +426,7 @@ def _write_gguf(jobs: Sequence[WriteJob], target: Path, progress: ByteProgress) 
             file.seek(starts[job.name])
             file.write(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
             at += job.nbytes
-            progress(job.name, at, total)
+            options.progress(job.name, at, total)
         file.truncate(end)
 
     files.write_atomically(target, write)
@@ -441,7 +480,8 @@ def save_checkpoint(
             which are written as they are. Or a module of Equinox or a container of arrays and QArrays; the name of an
             array is its path, joined with dots. A quantized array must have a name that ends in ``weight`` and the axes
             (out, in), except in ``"jchop"``, ``"gguf"`` and ``"mxfp4"``.
-        layout: as in `jchop.load_checkpoint`, without ``"auto"``. ``"plain"`` writes the numbers of QArrays.
+        layout: as in `jchop.load_checkpoint`, without ``"auto"`` and those that are only read: ``"modelopt"`` and
+            ``"mlx"``. ``"plain"`` writes the numbers of QArrays.
         names: a function that gives a tensor's name in the file for that by its path. Default: the same.
         config: fields for ``config.json`` of a folder; ``quantization_config`` is added. Default: none.
         exact: whether an array whose numbers would change in their last bit (NVFP4) is an error. Default True.
@@ -467,8 +507,9 @@ def save_checkpoint(
         raise TypeError("tree has traced arrays, and save_checkpoint writes values: call it outside of transformations")
     # Files of `jchop.save` have what is stored.
     packed_types = QArray if layout == OWN_LAYOUT else QArray | StoredAs
-    jobs = []
+    jobs, activations = [], dict[str, Spec]()
     if is_module_of("flax.nnx", tree):
+        activations = load_name("jchop._checkpoints.models", "model_activations")(tree, names)
         tree, names = load_name("jchop._checkpoints.models", "model_arrays")(tree, names), None
     leaves = leaves_by_name(split_model(tree)[0], packed_types)
     leaf_names = [name if names is None else names(name) for name, _, _ in leaves]
@@ -487,7 +528,8 @@ def save_checkpoint(
         codes = leaf.stored if isinstance(leaf, StoredAs) else leaf
         nbytes = _layout_bytes(layout, codes.nbytes, leaf.shape, isinstance(leaf, packed_types))
         numbers = leaf.dequantize if isinstance(leaf, StoredAs) else lambda leaf=leaf: leaf
-        jobs.append(WriteJob(name, nbytes, lambda numbers=numbers: jax.tree.map(np.asarray, numbers())))
+        make = lambda numbers=numbers: jax.tree.map(np.asarray, numbers())  # noqa: E731
+        jobs.append(WriteJob(name, nbytes, make, activations.get(name)))
     options = WriteOptions(layout, dict(config or {}), exact, shard_bytes)
     write_jobs(jobs, path, options)
 
@@ -538,6 +580,7 @@ def convert_checkpoint(
         state = [(path.name, facts.st_size, facts.st_mtime_ns) for path, facts in states if path.is_file()]
         run = f"{state!r} {options}"
         how = WriteOptions(layout, checkpoint.config, exact, shard_bytes, run, _other_files(source), progress)
+        how = replace(how, gguf_keys=checkpoint.gguf_keys() if layout == GGUF_LAYOUT else None)
         return write_jobs(jobs, target, how)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_layouts import CASES, F8, gguf_blocks, gguf_file, gguf_values, write_folder
+from checkpoint_layouts import CASES, F8, GGUF_COUNTS, gguf_blocks, gguf_file, gguf_values, write_folder
 
 import jchop as jc
 from jchop import QArray, load_checkpoint, save_checkpoint
@@ -101,9 +101,9 @@ def test_types_of_gguf_that_are_not_read(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     plain = (0, (2, 4), np.arange(8, dtype=np.float32).tobytes())
     path.write_bytes(
-        gguf_file({"a": plain, "b": (10, (2, 256), bytes(168)), "c": (77, (2, 32), bytes(64)), "d": plain})
+        gguf_file({"a": plain, "b": (16, (2, 256), bytes(132)), "c": (77, (2, 32), bytes(64)), "d": plain})
     )
-    with pytest.raises(ValueError, match=r"tensor 'b' is Q2_K, which jchop does not read.*; strict=False"):
+    with pytest.raises(ValueError, match=r"tensor 'b' is IQ2_XXS, which jchop does not read.*; strict=False"):
         load_checkpoint(path)
     with pytest.warns(RuntimeWarning, match="'b' is not read: .*, and 1 more: 'c'"):
         tree = load_checkpoint(path, strict=False)
@@ -118,12 +118,15 @@ def test_types_of_gguf_that_are_not_read(tmp_path: Path) -> None:
     ("kind", "shape"),
     [
         (8, (2, 3)),
-        *[pytest.param(*row, marks=pytest.mark.slow) for row in ((2, (2, 3)), (12, (2, 2, 3)), (14, (1, 3)))],
+        *[
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in ((2, (2, 3)), (12, (2, 2, 3)), (14, (1, 3)), (39, (2, 3)))
+        ],
     ],
 )
 def test_weights_of_any_number_of_axes_in_gguf(tmp_path: Path, kind: int, shape: tuple[int, ...]) -> None:
     """Experts, as (experts, out, in), are one QArray, and are written again."""
-    count = 2 * (32 if kind < 12 else 256)
+    count = 2 * GGUF_COUNTS[kind]
     raw = gguf_blocks(kind, RNG, int(np.prod(shape)), 2)
     path = tmp_path / "moe.gguf"
     path.write_bytes(gguf_file({"e": (kind, (*shape, count), raw.tobytes()), "n": (0, (3,), bytes(12))}))

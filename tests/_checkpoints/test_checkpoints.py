@@ -15,6 +15,7 @@ import pytest
 from checkpoint_layouts import (
     CASES,
     F8,
+    GGUF_COUNTS,
     GGUF_SIZES,
     Case,
     gguf_blocks,
@@ -30,6 +31,7 @@ from refusals import assert_refused
 
 import jchop as jc
 from jchop import QArray, load_checkpoint, save_checkpoint
+from jchop._checkpoints.writer import convert_checkpoint
 
 
 def numbers(q: QArray) -> np.ndarray:
@@ -104,12 +106,14 @@ def test_groups_of_any_columns_are_written(tmp_path: Path, layout: str, asymmetr
     )
     wanted = (codes - (np.float64(8) if zero is None else zero)) * scale.astype(np.float64)
     same(numbers(q), wanted.astype(np.float32))
+    if layout == "compressed-tensors":
+        with pytest.raises(ValueError, match="gptq and gptq_v2 hold them"):
+            save_checkpoint(tmp_path / "m", {"w.weight": q}, layout)
+        return
     save_checkpoint(tmp_path / "m", {"w.weight": q}, layout)
     tensors, _ = read_file(tmp_path / "m/model.safetensors")
-    got = tensors["w.weight_g_idx" if layout == "compressed-tensors" else "w.g_idx"]
-    assert sorted(np.bincount(got)) == [32, 32, 32]
-    case = CASES["int4 with g_idx" if layout == "compressed-tensors" else name]
-    same(case.values(tensors), numbers(q))
+    assert sorted(np.bincount(tensors["w.g_idx"])) == [32, 32, 32]
+    same(CASES[name].values(tensors), numbers(q))
     same(numbers(load_checkpoint(tmp_path / "m")["w.weight"]), numbers(q))
 
 
@@ -142,7 +146,9 @@ def test_nvfp4_divides_and_says_when_it_cannot_be_exact(tmp_path: Path) -> None:
     close = load_checkpoint(path, exact=False)["w.weight"]
     assert close.spec == jc.Spec("nvfp4(scale=float8_e4m3fn)") and close.nbytes == 3 * 32 + 3 * 4 + 4
     np.testing.assert_allclose(numbers(close), values_nvfp4(tensors), rtol=2**-22)
-    with pytest.raises(ValueError, match="exact=False permits"):
+    save_checkpoint(tmp_path / "same", {"w.weight": load_checkpoint(path)["w.weight"]}, "compressed-tensors")
+    same(numbers(load_checkpoint(tmp_path / "same")["w.weight"]), values_nvfp4(tensors))
+    with pytest.raises(ValueError, match=r"exact=False \(--inexact of the command line\) permits"):
         save_checkpoint(tmp_path / "a", {"w.weight": close}, "compressed-tensors")
     save_checkpoint(tmp_path / "b", {"w.weight": close}, "compressed-tensors", exact=False)
     again, _ = read_file(tmp_path / "b/model.safetensors")
@@ -159,14 +165,16 @@ def test_nvfp4_divides_and_says_when_it_cannot_be_exact(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        pytest.param(kind, {2: "int4", 8: "int8"}.get(kind), marks=[pytest.mark.slow] * (kind not in (2, 6, 12)))
+        pytest.param(
+            kind, {2: "int4", 8: "int8"}.get(kind), marks=[pytest.mark.slow] * (kind not in (2, 6, 10, 12, 23, 34, 40))
+        )
         for kind in GGUF_SIZES
     ],
 )
 def test_gguf(tmp_path: Path, kind: int, text: str | None) -> None:
     rng = np.random.default_rng(kind)
     raw, plain = gguf_blocks(kind, rng, 3, 2), rng.standard_normal((2, 5)).astype(np.float32)
-    shape = (3, 2 * (32 if kind < 12 else 256))
+    shape = (3, 2 * GGUF_COUNTS[kind])
     path = tmp_path / "x.gguf"
     path.write_bytes(gguf_file({"a": (0, (2, 5), plain.tobytes()), "w": (kind, shape, raw.tobytes())}))
     tree = load_checkpoint(path)
@@ -239,6 +247,8 @@ UNHELD = [
     ("nf4(scale=uint8(group=256,zero_point=float))", "bitsandbytes", "scales are .* not floats"),
     ("e3m2fn(group=32)", "compressed-tensors", "holds, for example, nvfp4, int4"),
     ("bfloat16", "gptq", "it has no scales"),
+    ("int4(group=32)", "mlx", "the layout mlx is only read"),
+    ("nvfp4", "modelopt", "the layout modelopt is only read"),
 ]
 
 
@@ -344,7 +354,10 @@ DAMAGED_GGUF = [
     ("ends within its header", gguf_file({"a": (0, (4,), bytes(16))})[:40]),
     ("more than its bytes", b"GGUF" + (3).to_bytes(4, "little") + (1 << 40).to_bytes(8, "little") + bytes(8)),
     ("is not a GGUF file: tensor 'a' has type 4; known are", gguf_file({"a": (4, (256,), bytes(176))})),
-    ("x.gguf: tensor 'a' is Q2_K, which jchop does not read; it reads F32,", gguf_file({"a": (10, (256,), bytes(84))})),
+    (
+        "x.gguf: tensor 'a' is IQ2_XXS, which jchop does not read; it reads F32,",
+        gguf_file({"a": (16, (256,), bytes(66))}),
+    ),
     ("'a': a scale is below zero", gguf_file({"a": (3, (1, 32), b"\0\xbc" + bytes(18))})),
     ("overlaps another or the end", gguf_file({"a": (0, (1 << 40,), bytes(16))})),
     ("no whole blocks of 32", gguf_file({"a": (2, (33,), bytes(36))})),
@@ -443,7 +456,6 @@ UNREAD = {
     "DFloat11": ("l.encoded_exponent", "l.sign_mantissa", np.uint8),
     "Marlin": ("l.B", "l.s", np.int32),
     "BitNet": ("l.weight", "l.weight_scale", np.uint8),
-    "NVFP4 of modelopt": ("l.weight", "l.weight_scale_2", np.uint8),
 }
 
 
@@ -630,3 +642,26 @@ def test_folders_with_files_that_are_missing(tmp_path: Path) -> None:
         (tmp_path / name).unlink()
         if name == ".jchop-unfinished.json":
             (tmp_path / files[0]).unlink()
+
+
+@pytest.mark.parametrize("alignment", [32, pytest.param(64, marks=pytest.mark.slow)])
+def test_a_conversion_keeps_the_keys_of_gguf(tmp_path: Path, alignment: int) -> None:
+    def number(name: str, value: int) -> bytes:
+        return len(name).to_bytes(8, "little") + name.encode() + (4).to_bytes(4, "little") + value.to_bytes(4, "little")
+
+    keys = number("llama.block_count", 2) + number("general.alignment", 32) + number("x", 7)
+    blocks = gguf_blocks(8, np.random.default_rng(0), 3, 2)
+    blocks[..., 1] &= 127  # scales above zero come back as they are
+    blocks[0, 0, :2] = (0, 0x3C)
+    data = gguf_file({"w": (8, (3, 64), blocks.tobytes())}, keys, 3)
+    (tmp_path / "a.gguf").write_bytes(data)
+    convert_checkpoint(tmp_path / "a.gguf", tmp_path / "b.gguf", "gguf")
+    assert (tmp_path / "b.gguf").read_bytes() == data
+    changed = keys.replace(number("general.alignment", 32), number("general.alignment", alignment))
+    padded = gguf_file({"w": (8, (3, 64), blocks.tobytes())}, changed, 3)
+    header = len(padded) - 6 * 34 - -6 * 34 % 32
+    assert padded.find(blocks.tobytes()) == header
+    (tmp_path / "c.gguf").write_bytes(padded[:header] + bytes(-header % alignment) + padded[header:])
+    convert_checkpoint(tmp_path / "c.gguf", tmp_path / "d.gguf", "gguf")
+    assert changed in (tmp_path / "d.gguf").read_bytes()
+    same(numbers(load_checkpoint(tmp_path / "d.gguf")["w"]), gguf_values(8, blocks))

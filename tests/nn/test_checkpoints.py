@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -211,3 +212,94 @@ def test_arrays_land_where_those_of_like_lie(layout: str, abstract: bool, tmp_pa
     for leaf in jax.tree.leaves(loaded.layers[0].kernel.get_value()):
         assert leaf.sharding.is_equivalent_to(where, 2)
     jax.tree.map(np.testing.assert_array_equal, *(nnx.to_pure_dict(nnx.state(m)) for m in (loaded, wanted)))
+
+
+class Heads(nnx.Module):
+    """Kernels of more than two axes, and biases of two."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.attn = nnx.MultiHeadAttention(
+            num_heads=2, in_features=32, qkv_features=64, normalize_qk=True, decode=False,
+            bias_init=nnx.initializers.normal(), rngs=rngs,
+        )  # fmt: skip
+        self.split = nnx.Einsum("...i,ioh->...oh", (32, 2, 32), (2, 32), rngs=rngs)
+        self.join = nnx.LinearGeneral((2, 32), 32, axis=(-2, -1), rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.join(self.split(self.attn(x)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "spec"),
+    [
+        ("plain", None),
+        ("compressed-tensors", "int4(group=16)"),
+        pytest.param("compressed-tensors", "int8(channel=0)", marks=pytest.mark.slow),
+        pytest.param("compressed-tensors", "float8_e4m3fn(group=all)", marks=pytest.mark.slow),
+        pytest.param("gptq", "int4(group=32,scale=float16)", marks=pytest.mark.slow),
+    ],
+)
+def test_kernels_of_several_axes_are_matrices(layout: str, spec: str | None, tmp_path: Path) -> None:
+    """All axes of outputs and all of inputs are one each, and attention has the names of Hugging Face."""
+    model, x = Heads(nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (2, 3, 32))
+    packed = model if spec is None else jc.nn.quantize(model, Rule("*", weight=spec), mode="ptq")
+    save_checkpoint(tmp_path / "m", packed, layout)
+    tree = load_checkpoint(tmp_path / "m")
+    assert {name for name in tree if name.startswith("attn.")} == {
+        *(f"attn.{name}_proj.{part}" for name in "qkvo" for part in ("weight", "bias")),
+        "attn.q_norm.weight", "attn.k_norm.weight",
+    }  # fmt: skip
+    matrices = {
+        name: np.asarray(jc.dequantize(value) if spec else value) for name, value in tree.items() if value.ndim > 1
+    }
+    assert matrices["attn.q_proj.weight"].shape == (64, 32) and matrices["attn.o_proj.weight"].shape == (32, 64)
+    inputs = np.asarray(x[0])
+    for layer, name in ((packed.attn.query, "attn.q_proj"), (packed.split, "split")):
+        y = inputs @ matrices[f"{name}.weight"].T + np.asarray(tree[f"{name}.bias"])
+        np.testing.assert_allclose(layer(inputs), y.reshape(3, 2, 32), atol=1e-5)
+    y = inputs.repeat(2, 1) @ matrices["join.weight"].T
+    np.testing.assert_allclose(packed.join(inputs.repeat(2, 1).reshape(3, 2, 32)), y, atol=1e-5)
+    loaded = load_checkpoint(tmp_path / "m", like=nnx.eval_shape(lambda: Heads(nnx.Rngs(0))))
+    np.testing.assert_allclose(loaded(x), packed(x), atol=1e-6)  # sums may have another order
+    save_checkpoint(tmp_path / "again", loaded, layout)
+    again = load_checkpoint(tmp_path / "again")
+    for name, value in tree.items():
+        found, wanted = (jc.dequantize(v) if isinstance(v, jc.QArray) else v for v in (again[name], value))
+        np.testing.assert_array_equal(found, wanted, name)
+
+
+def test_products_that_keep_an_axis_of_both_operands_have_no_matrix(tmp_path: Path) -> None:
+    experts = nnx.Dict(experts=nnx.Einsum("bei,eio->beo", (3, 4, 5), rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"Einsum at 'experts': kernel of shape \[3, 4, 5\] has no form"):
+        save_checkpoint(tmp_path / "m", experts, "plain")
+
+
+@pytest.mark.parametrize(
+    ("weight", "activation", "wanted", "form"),
+    [
+        ("int8(channel=0)", "int8(group=all)", {"num_bits": 8, "type": "int", "strategy": "token"}, "int-quantized"),
+        ("float8_e4m3fn(channel=0)", "e4m3fn(group=all)", {"type": "float", "strategy": "token"}, "float-quantized"),
+        ("float8_e4m3fn(group=all)", "e4m3fn(group=tensor)", {"strategy": "tensor"}, "float-quantized"),
+        ("mxfp8_e4m3", "mxfp8_e4m3", {"strategy": "group", "group_size": 32}, "mxfp8-quantized"),
+        ("int4(group=16)", "int8(group=all)", {"num_bits": 8, "strategy": "token"}, "pack-quantized"),
+        ("int4(group=16)", "e4m3fn(group=all)", None, "pack-quantized"),
+        ("int8(channel=0)", "bfloat16", None, "pack-quantized"),
+        ("int8(channel=0)", None, None, "pack-quantized"),
+    ],
+)
+def test_inputs_of_a_rule_are_in_the_configuration(
+    weight: str, activation: str | None, wanted: dict[str, Any] | None, form: str, tmp_path: Path
+) -> None:
+    model = nnx.Dict(up=nnx.Linear(32, 16, rngs=nnx.Rngs(0)))
+    packed = jc.nn.quantize(model, Rule("*", weight=weight, activation=activation), mode="ptq")
+    save_checkpoint(tmp_path / "m", packed, "compressed-tensors", config={"model_type": "x"})
+    config = json.loads((tmp_path / "m/config.json").read_text())["quantization_config"]
+    (group,) = config["config_groups"].values()
+    assert group["format"] == form and "input_activations" not in group["weights"]
+    if wanted is None:
+        assert group["input_activations"] is None
+    else:
+        assert group["input_activations"].items() >= ({"dynamic": True, "symmetric": True} | wanted).items()
+    np.testing.assert_array_equal(
+        jc.dequantize(load_checkpoint(tmp_path / "m")["up.weight"]), jc.dequantize(packed["up"].kernel[...]).T
+    )

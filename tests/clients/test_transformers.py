@@ -1,0 +1,176 @@
+"""Checkpoints of jchop in transformers, and its checkpoints in jchop: tiny random models in every layout that it loads.
+
+The packages are installed by hand (see `docs/checkpoints.md`, Limits); without them the tests are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import numpy as np
+import pytest
+
+import jchop as jc
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+pytestmark = pytest.mark.clients
+
+SIZES = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "qwen2, tied": lambda: transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+}
+#: Layout, spec, dtype of the model, and whether transformers loads experts of it, which it has in one parameter.
+CASES = {
+    "ct int4": ("compressed-tensors", "int4(group=32)", "float32", True),
+    "ct int4 of bfloat16": ("compressed-tensors", "int4(group=32,scale=bfloat16)", "bfloat16", False),
+    "ct int4, rows": ("compressed-tensors", "int4(channel=0)", "float32", False),
+    "ct int3": ("compressed-tensors", "int3(group=32)", "float32", False),
+    "ct int8": ("compressed-tensors", "int8(channel=0)", "float32", False),
+    "ct fp8": ("compressed-tensors", "float8_e4m3fn(channel=0)", "float32", True),
+    "ct fp8 in blocks": ("compressed-tensors", "float8_e4m3fn(group=(128,128))", "float32", False),
+    "ct nvfp4": ("compressed-tensors", "nvfp4", "bfloat16", False),
+    "ct mxfp4": ("compressed-tensors", "mxfp4", "bfloat16", False),
+    "ct mxfp8": ("compressed-tensors", "mxfp8_e4m3", "bfloat16", False),
+    "fp8": ("fp8", "float8_e4m3fn(group=(128,128))", "float32", True),
+    "nf4": ("bitsandbytes", "nf4", "float32", False),
+    "nf4 of bfloat16": ("bitsandbytes", "nf4", "bfloat16", False),
+    "torchao int8": ("torchao", "int8(channel=0)", "float32", False),
+    "torchao int4": ("torchao", "int4(group=32,scale=bfloat16)", "bfloat16", False),
+    "torchao int4 with zero points": ("torchao", "int4(group=32,zero_point=integer)", "float32", False),
+    "torchao fp8": ("torchao", "float8_e4m3fn(channel=0)", "float32", False),
+}
+PACKAGES = {
+    "compressed-tensors": "compressed_tensors", "bitsandbytes": "bitsandbytes", "torchao": "torchao", "fp8": "torch",
+}  # fmt: skip
+IDS = torch.arange(12)[None] * 7 % SIZES["vocab_size"]
+
+
+def new_model(name: str, dtype: str) -> Any:
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=getattr(torch, dtype)).eval()
+
+
+def load(folder: Path, dtype: str) -> Any:
+    config = json.loads((folder / "config.json").read_text()).get("quantization_config", {})
+    options = {}
+    if config.get("quant_method") == "fp8":  # its products need a GPU
+        options["quantization_config"] = transformers.FineGrainedFP8Config(dequantize=True)
+    auto = transformers.AutoModelForCausalLM
+    return auto.from_pretrained(folder, dtype=getattr(torch, dtype), **options).eval()
+
+
+def numbers(module: Any) -> np.ndarray:
+    """The weight of a Linear of any of the libraries, by its own arithmetic."""
+    weight = module.weight
+    if type(weight).__name__ == "Params4bit":
+        import bitsandbytes
+
+        weight = bitsandbytes.functional.dequantize_4bit(weight.data, weight.quant_state)
+    elif hasattr(weight, "dequantize") and type(weight).__name__ not in ("Parameter", "Tensor"):
+        weight = weight.dequantize()
+    return weight.detach().float().numpy()
+
+
+def logits(model: Any) -> np.ndarray:
+    with torch.no_grad():
+        return model(IDS).logits.float().numpy()
+
+
+def modules(model: Any) -> dict[str, Any]:
+    return {name: module for name, module in model.named_modules() if name.endswith("_proj") and "self_attn" in name}
+
+
+#: With experts that are not quantized transformers loads no model of compressed-tensors.
+PAIRS = [
+    (case, model)
+    for case, (layout, _, _, experts) in CASES.items()
+    for model in CONFIGS
+    if model != "mixtral" or experts or layout != "compressed-tensors"
+]
+
+
+@pytest.mark.parametrize(("case", "model"), PAIRS)
+def test_transformers_loads_what_jchop_writes(case: str, model: str, tmp_path: Path) -> None:
+    layout, spec, dtype, experts = CASES[case]
+    pytest.importorskip(PACKAGES[layout])
+    new_model(model, dtype).save_pretrained(tmp_path / "source")
+    tree = jc.load_checkpoint(tmp_path / "source")
+    for name, value in tree.items():
+        if "_proj.weight" in name or (experts and ".experts." in name):
+            tree[name] = jc.quantize(value.astype("float32"), spec)
+    config = json.loads((tmp_path / "source/config.json").read_text())
+    jc.save_checkpoint(tmp_path / "plain", tree, "plain", config=config)
+    jc.save_checkpoint(tmp_path / "packed", tree, layout, config=config, exact=False)
+    expected, got = (load(tmp_path / name, dtype) for name in ("plain", "packed"))
+    nf4 = {name: numbers(module) for name, module in modules(got).items() if layout == "bitsandbytes"}
+    wanted, found = logits(expected), logits(got)  # the first call unpacks weights, and puts those of NF4 in order
+    stored = jc.load_checkpoint(tmp_path / "packed")
+    for name, module in modules(got).items():
+        same = torch.from_numpy(np.array(jc.dequantize(stored[f"{name}.weight"]))).to(getattr(torch, dtype))
+        np.testing.assert_array_equal(nf4[name] if nf4 else numbers(module), same.float().numpy(), name)
+    error = 2.0**-6 if layout == "bitsandbytes" else 0 if dtype == "bfloat16" else 2.0**-20  # products of its own
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=error * np.abs(wanted).max())
+
+
+def _nf4(double: bool) -> Any:
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double
+    )
+
+
+def _torchao(make: str, **options: Any) -> Any:
+    import torchao.quantization as ao
+
+    made = {key: value(ao) if callable(value) else value for key, value in options.items()}
+    return transformers.TorchAoConfig(getattr(ao, make)(**made))
+
+
+_GROUPS = {"weight_dtype": lambda _: torch.int4, "granularity": lambda ao: ao.PerGroup(32)}
+LIBRARY_CONFIGS = {
+    "nf4": ("bitsandbytes", lambda: _nf4(False)),
+    "nf4, double": ("bitsandbytes", lambda: _nf4(True)),
+    "torchao int8": ("torchao", lambda: _torchao("Int8WeightOnlyConfig")),
+    "torchao int4": ("torchao", lambda: _torchao("IntxWeightOnlyConfig", **_GROUPS)),
+    "torchao int4 with zero points": (
+        "torchao",
+        lambda: _torchao("IntxWeightOnlyConfig", mapping_type=lambda ao: ao.MappingType.ASYMMETRIC, **_GROUPS),
+    ),
+    "torchao fp8": ("torchao", lambda: _torchao("Float8WeightOnlyConfig")),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", ["llama", "qwen2, tied"])
+@pytest.mark.parametrize("case", LIBRARY_CONFIGS)
+def test_jchop_reads_what_transformers_writes(case: str, model: str, dtype: str, tmp_path: Path) -> None:
+    package, config = LIBRARY_CONFIGS[case]
+    pytest.importorskip(package)
+    new_model(model, dtype).save_pretrained(tmp_path / "source")
+    auto = transformers.AutoModelForCausalLM
+    made = auto.from_pretrained(tmp_path / "source", dtype=getattr(torch, dtype), quantization_config=config())
+    made.save_pretrained(tmp_path / "theirs")
+    tree = jc.load_checkpoint(tmp_path / "theirs")
+    for name, module in modules(made).items():
+        q = tree[f"{name}.weight"]
+        assert isinstance(q, jc.QArray)
+        found = torch.from_numpy(np.array(jc.dequantize(q))).to(getattr(torch, dtype))
+        np.testing.assert_array_equal(found.float().numpy(), numbers(module), name)
+    config = json.loads((tmp_path / "theirs/config.json").read_text())
+    jc.save_checkpoint(tmp_path / "plain", tree, "plain", config=config)
+    expected = load(tmp_path / "plain", dtype)
+    error = 2.0**-6  # products in the packages' own ways
+    np.testing.assert_allclose(logits(made), wanted := logits(expected), rtol=0, atol=error * np.abs(wanted).max())
