@@ -256,9 +256,9 @@ def test_kernels_of_several_axes_are_matrices(layout: str, spec: str | None, tmp
     inputs = np.asarray(x[0])
     for layer, name in ((packed.attn.query, "attn.q_proj"), (packed.split, "split")):
         y = inputs @ matrices[f"{name}.weight"].T + np.asarray(tree[f"{name}.bias"])
-        np.testing.assert_allclose(layer(inputs), y.reshape(3, 2, 32), atol=1e-5)
+        np.testing.assert_allclose(layer(jnp.asarray(inputs)), y.reshape(3, 2, 32), atol=1e-5)
     y = inputs.repeat(2, 1) @ matrices["join.weight"].T
-    np.testing.assert_allclose(packed.join(inputs.repeat(2, 1).reshape(3, 2, 32)), y, atol=1e-5)
+    np.testing.assert_allclose(packed.join(jnp.asarray(inputs.repeat(2, 1).reshape(3, 2, 32))), y, atol=1e-5)
     loaded = load_checkpoint(tmp_path / "m", like=nnx.eval_shape(lambda: Heads(nnx.Rngs(0))))
     np.testing.assert_allclose(loaded(x), packed(x), atol=1e-6)  # sums may have another order
     save_checkpoint(tmp_path / "again", loaded, layout)
