@@ -240,6 +240,8 @@ def adapters() -> Iterator[Call]:
     base = lambda: n.quantize(Net(), jc.Rule(**W4), "ptq")
     lora = {"plain": {"rank": 2}, "options": {"rank": 4, "alpha": 8.0, "dropout": 0.25}, "loftq": {"rank": 2, "init": "loftq"}}
     added = lambda case="plain", **o: n.add_lora(model=base(), rules=n.LoraRule(path="layers/0", **lora[case]), rngs=rngs(4), **o)
+    qwix = {"module_path": ".*attn.*", "rank": 4, "alpha": 8.0, "dropout": 0.1}
+    yield Call("nn.LoraRule.from_qwix", lambda: [str(rule) for rule in n.LoraRule.from_qwix(rules=qwix)])
     for case in lora:
         yield Call(f"nn.add_lora {case}", lambda c=case: added(c, **({"original": Net()} if c == "loftq" else {})), loose=True)
         yield Call(f"nn.LoraRule {case}", lambda c=case: (lambda rule: (str(rule), facts(rule)))(n.LoraRule("layers/0", **lora[c])))

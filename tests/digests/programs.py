@@ -219,7 +219,7 @@ def ptq() -> Iterator[Call]:
         fun=mlp, params=layers()[0], batches=[layers()[1]], progress=lambda n: None).items()}, loose=True)
     yield Call("Statistics", lambda: dict(jc.ptq.Statistics(found={}, left_out={"a": "why"})))
     yield Call("InputStatistics", lambda: facts(jc.ptq.statistics(mlp, layers()[0], [layers()[1]])["first"]), loose=True)
-    for name in ("gptq", "sign_round", "clip", "hqq", "correct_error", "correct_biases", "smooth", "awq", "rotate"):
+    for name in ("gptq", "sequential", "sign_round", "clip", "hqq", "correct_error", "correct_biases", "smooth", "awq", "rotate"):
         yield Call(f"ptq.{name}", lambda n=name: getattr(jc.ptq, n)())
     yield Call("PtqReport.plot", lambda: jc.quantize_fn(mlp, jc.Rule(**rule)).pack(layers()[0], batches=[layers()[1]], steps=jc.ptq.gptq(), return_report=True)[1].plot(title="mine"), loose=True)
 
