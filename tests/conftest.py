@@ -26,6 +26,7 @@ def _prepare_environment() -> None:
     os.environ["XLA_FLAGS"] = flags.strip()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("MPLBACKEND", "Agg")
+    os.environ["COLUMNS"] = "100"  # of tables on the command line, whatever the terminal
     # Most of the time of a first run is XLA's. Later runs read what it compiled, by the program, the flags and the
     # version of jaxlib, and so do the processes that tests start.
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))

@@ -550,7 +550,7 @@ def test_extras_load_on_first_use_and_a_missing_one_is_named_in_one_line() -> No
     program += f"print(*(getattr(jc, name).__name__ for name in {names}))\n"
     program += "from jchop.__main__ import main\n"
     program += "with contextlib.redirect_stdout(io.StringIO()): main(['formats']); main(['info', 'e4m3'])\n"
-    program += "names = jc.plot.Panel.__name__, jc.study.StudyResult.__name__\n"
+    program += "names = jc.plot.pareto.__name__, jc.study.StudyResult.__name__\n"
     program += "print(*names, extras & set(sys.modules))\n"
     program += "jc.plot.value_grid('e2m1fn'); print('matplotlib.pyplot' in sys.modules)\n"
     program += "sys.modules |= dict.fromkeys(('flax', 'optax', 'torch', 'matplotlib', 'sklearn', 'qwix'))\n"
@@ -559,7 +559,7 @@ def test_extras_load_on_first_use_and_a_missing_one_is_named_in_one_line() -> No
     done = python("-c", program, text=True)
     imported, modules, light, pyplot, *errors = done.stdout.splitlines()
     assert imported == "set() False True" and modules.split() == [f"jchop.{name}" for name in names], done.stderr
-    assert (light, pyplot) == ("Panel StudyResult set()", "False")
+    assert (light, pyplot) == ("pareto StudyResult set()", "False")
     for said, (packages, extra) in zip(errors, cases.values(), strict=True):
         assert f'needs {packages}: pip install ".[{extra}]" in a clone of jchop' in said
 

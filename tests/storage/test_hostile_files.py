@@ -69,7 +69,7 @@ def test_headers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
     def read(header: Any, data: bytes) -> None:
         path.write_bytes(packed(header, data))
-        assert main(["inspect", str(path)]) == 0
+        assert main(["inspect", str(path)]) == 2
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 1 and lines[0].startswith("jchop: error: ")
         jc.load(path)
@@ -231,7 +231,7 @@ def test_what_is_no_file_does_not_block(tmp_path: Path, capsys: pytest.CaptureFi
     for path in (fifo, tmp_path):
         with pytest.raises(ValueError, match="not a regular file"):
             jc.load(path)
-        assert main(["inspect", str(path)]) == 0
+        assert main(["inspect", str(path)]) == 2
         assert main(["quantize", str(path), str(tmp_path / "y.safetensors"), "--rule", ".*=bfloat16"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 4
 
