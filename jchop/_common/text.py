@@ -119,14 +119,17 @@ class Tables:
             if isinstance(part, str):
                 lines += [part] if width is None or len(part) <= width else wrap(part, width, subsequent_indent="  ")
                 continue
+            whole = table_lines(part, self._align)
+            if width is None or max(map(len, whole)) <= width:
+                lines += whole
+                continue
             notes: list[str] = []
-            is_wide = width is not None and max(map(len, table_lines(part, self._align))) > width
-            if is_wide and part[0][-1] == "note":  # in lines of their own, since a cut note says nothing
+            if part[0][-1] == "note":  # in lines of their own, since a cut note says nothing
                 notes = [f"{row[0]}: {row[-1]}".removeprefix(": ") for row in part[1:] if row[-1]]
                 part = [row[:-1] for row in part]
             lines += table_lines(part, self._align[: len(part[0])], width, self._optional)
             for note in notes:
-                lines += wrap(note, width or 1, subsequent_indent="  ")
+                lines += wrap(note, width, subsequent_indent="  ")
         return "\n".join(lines)
 
     def __str__(self) -> str:
