@@ -59,7 +59,7 @@ MOST_MODULES = 120  # loaded by `import jchop`
 SHARED_NAMES = {
     *("Array", "Keys", "Number", "T", "Tensor"),
     *("ChopSTE", "ChopfSTE", "ChopiSTE", "LightChop", "OptimLP", "Quantizer"),
-    *("report", "ParameterRow"),
+    "report",
     *("clip", "dot", "einsum", "matmul", "round_to_format"),
     *("dequantize", "quantize"),
 }

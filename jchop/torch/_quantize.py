@@ -353,7 +353,7 @@ def _round_tree(quantizer: nn.Module, value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class ParameterRow:
+class ModuleRow:
     """One parameter.
 
     Args:
@@ -384,10 +384,10 @@ class ModuleReport(RowReport):
     """The parameters of a module. Its text is a table.
 
     Args:
-        rows: a `ParameterRow` for each parameter.
+        rows: a `ModuleRow` for each parameter.
     """
 
-    rows: tuple[ParameterRow, ...]
+    rows: tuple[ModuleRow, ...]
 
     @property
     def nbytes(self) -> int:
@@ -446,7 +446,7 @@ def report(module: nn.Module) -> ModuleReport:
             nbytes = 0 if id(value) in earlier_ids else value.nbytes
             earlier_ids.add(id(value))
             rows.append(
-                ParameterRow(full_path, type(layer).__name__, *_forms(layer, name, value), tuple(value.shape), nbytes)
+                ModuleRow(full_path, type(layer).__name__, *_forms(layer, name, value), tuple(value.shape), nbytes)
             )
     return ModuleReport(tuple(rows))
 
