@@ -1004,3 +1004,18 @@ def a_program_that_computes_with_a_parameter_gives_the_same_bits_packed(text: st
 
 
 test_further = further.test()
+
+
+@pytest.mark.parametrize("window", [(2, 1, 2), (1, 2, 2), (2, 2, 1), (1, 1, 4), (4, 1, 1)])
+def test_groups_of_a_convolution_cross_axes_of_one_number(window: tuple[int, ...]) -> None:
+    """The sum runs over the window and the channels as one axis, whichever of them has one number."""
+    k = jax.random.normal(jax.random.key(0), (*window, 3, 2))
+    x = jax.random.normal(jax.random.key(1), (1, 4, 4, 4, 3))
+
+    def convolution(k: Any, x: Any) -> Any:
+        return jax.lax.conv_general_dilated(x, k, (1, 1, 1), "SAME", dimension_numbers=("NXYZC", "XYZIO", "NXYZC"))
+
+    rows = jc.round_to_format(k.reshape(12, 2).T, "int4(group=4)").T
+    low = jc.quantize_fn(convolution, jc.Rule(weight="int4(group=4)"))
+    np.testing.assert_array_equal(low(k, x), convolution(rows.reshape(k.shape), x))
+    np.testing.assert_array_equal(low.pack(k, x).dequantize(), rows.reshape(k.shape))

@@ -152,14 +152,14 @@ def weight_layout_of(shape: Sequence[int], view: provenance.MatrixView | None, s
         if isinstance(kind, str):
             for i in ids:
                 kinds[i] = kind
-            runs += [ids] if crossing and ids == sparse else []
+            runs += [_neighbours(ids, sizes) or ids] if crossing and ids == sparse else []
         elif (crossing and ids == sparse) or not _spread_block(int(kind), ids, sizes, kinds):
-            ids = sorted(ids)  # groups run over the numbers in the order of memory
-            if ids != list(range(ids[0], ids[0] + len(ids))):
+            run = _neighbours(ids, sizes)  # groups run over the numbers in the order of memory
+            if run is None:
                 _spread_block(int(kind), ids, sizes, kinds, whole=False)
                 continue
-            runs.append(ids)
-            kinds[ids[0]] = kind
+            runs.append(run)
+            kinds[run[0]] = kind
     array_shape, array_kinds = _merge_axis_factors(*_join_runs(sizes, kinds, [axis for axis, _ in entries], runs))
     array_format = _with_scale_groups(with_groupings(fmt, array_kinds), fmt, array_kinds)
     if fmt.sparse is not None:
@@ -194,6 +194,12 @@ def stack_ndim(shape: Sequence[int], view: provenance.MatrixView) -> int:
     while count < len(shape) and count not in present and shape[count] != 1:
         count += 1
     return count if present else 0
+
+
+def _neighbours(ids: Sequence[int], sizes: Sequence[int]) -> list[int] | None:
+    """The parts in their order with those of one number between them; None if others lie between them."""
+    run = [i for i in range(min(ids), max(ids) + 1) if i in ids or sizes[i] == 1]
+    return run if len(run) == run[-1] - run[0] + 1 else None
 
 
 def _spread_block(
@@ -239,7 +245,7 @@ def _sparse_factors(spec: Spec, ids: Sequence[Sequence[int]], sizes: Sequence[in
     long = [i for i in own if sizes[i] > 1]
     if len(long) < 2 or sizes[long[-1]] % fmt.sparse[1] == 0:
         return long, False
-    if own != list(range(own[0], own[0] + len(own))):
+    if own != sorted(own) or _neighbours(own, sizes) is None:
         raise ValueError(
             f"{fmt.sparse[1]} consecutive numbers along the sum lie in several axes of the parameter, of which the "
             f"fastest has {sizes[long[-1]]}, and these axes do not lie together; put a rule without sparse before it"

@@ -14,10 +14,10 @@ import pytest
 
 import jchop as jc
 from jchop._common.bit_ops import CARRIERS, enable_x64_for
-from jchop._core.rounding import codebooks
 from jchop._core.rounding.codebooks import takum_power
 from jchop._core.rounding.codes import decode_elements, encode_elements
 from jchop._core.rounding.elements import round_to_spec
+from jchop.formats import _tapered
 from jchop.formats._tapered import log_takum_levels, log_takum_thresholds
 
 
@@ -92,7 +92,7 @@ def test_values_of_longer_strings(n: int) -> None:
 def test_every_mode_and_every_code(wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By tables, and as strings of more than 16 bits are rounded."""
     if wide:
-        monkeypatch.setattr(codebooks, "LOG_TAKUM_TABLE_BITS", 0)
+        monkeypatch.setattr(_tapered, "LOG_TAKUM_TABLE_BITS", 0)
     fmt, carrier = jc.formats.LogTakumFormat(8), CARRIERS["float64"]
     levels = [float(power(8, code)) for code in range(1, 128)]
     points = [power(9, 2 * code + 1) for code in range(1, 127)]
