@@ -222,7 +222,7 @@ def gptq_sweep(
     """The codes of a matrix, column after column, and the loss of each row.
 
     The error of a column, over the diagonal entry of U, is taken off the columns after it in the ratios of that row of
-    U, within a block at once and beyond it when the block is done. The lines of the algorithm are those of Frantar et
+    U, within a small block at once and beyond it by products of matrices, when a block is done. The lines of the algorithm are those of Frantar et
     al., "GPTQ" (2022); those that prune, of Frantar and Alistarh, "SparseGPT" (2023).
 
     Args:
@@ -243,11 +243,10 @@ def gptq_sweep(
         The codes, one entry for each element, in the order of the sweep; and the sum of squared errors of each row.
     """
     count, rows = columns.shape
-    group = 1 if sparsity is None else sparsity[1]
-    block = -(-min(block, count) // group) * group
-    padding = -count % block
+    sizes = _nested_blocks(count, block, 1 if sparsity is None else sparsity[1])
+    padding = sizes[-1] - count
     by_element = tuple(jnp.pad(part, [(0, padding), (0, 0)], mode="edge") for part in by_element)
-    work = jnp.pad(columns, [(0, padding), (0, 0)])
+    columns = jnp.pad(columns, [(0, padding), (0, 0)])
     upper = jnp.pad(upper, [(0, padding), (0, padding)]) + jnp.diag(
         (jnp.arange(count + padding) >= count).astype(upper.dtype)
     )
@@ -261,46 +260,74 @@ def gptq_sweep(
         entries, numbers = round_column(column, *scales.quantize_args(parts), spec, dtype, column_key)
         return entries, numbers.astype(column.dtype)
 
-    code_dtype = jax.eval_shape(lambda: round_at_index(jnp.int32(0), work[0])[0]).dtype
+    code_dtype = jax.eval_shape(lambda: round_at_index(jnp.int32(0), columns[0])[0]).dtype
 
-    def sweep_block(block_index: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        work, codes, loss = state
-        start = block_index * block
-        upper_rows = lax.dynamic_slice_in_dim(upper, start, block)
-        block_upper = lax.dynamic_slice_in_dim(upper_rows, start, block, axis=1)
-
+    def sweep_columns(start: Array, matrix: Array, upper: Array) -> tuple[Array, Array]:
         def choose_mask(i: Array, matrix: Array, mask: Array) -> Array:
             assert sparsity is not None and worth is not None
-            magnitude = jnp.abs(lax.dynamic_slice_in_dim(matrix, i, group))
-            score = magnitude * lax.dynamic_slice_in_dim(worth, start + i, group)[:, None]
+            magnitude = jnp.abs(lax.dynamic_slice_in_dim(matrix, i, sparsity[1]))
+            score = magnitude * lax.dynamic_slice_in_dim(worth, start + i, sparsity[1])[:, None]
             return lax.dynamic_update_slice_in_dim(mask, largest_mask((score, magnitude), *sparsity), i, 0)
 
         def sweep_column(i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
-            matrix, errors, block_codes, *masks = state
+            matrix, codes, *masks = state
             if sparsity is not None:
-                masks = [lax.cond(i % group == 0, choose_mask, lambda i, part, stay: stay, i, matrix, *masks)]
-            column, upper_row = (lax.dynamic_index_in_dim(v, i, keepdims=False) for v in (matrix, block_upper))
+                masks = [lax.cond(i % sparsity[1] == 0, choose_mask, lambda i, part, stay: stay, i, matrix, *masks)]
+            column, upper_row = (lax.dynamic_index_in_dim(v, i, keepdims=False) for v in (matrix, upper))
             target = jnp.where(lax.dynamic_index_in_dim(masks[0], i, keepdims=False), column, 0) if masks else column
             entries, numbers = round_at_index(start + i, target)
             error = (column - numbers) / upper_row[i]
-            matrix = matrix - upper_row[:, None] * error[None, :]
-            errors = lax.dynamic_update_index_in_dim(errors, error, i, 0)
-            return matrix, errors, lax.dynamic_update_index_in_dim(block_codes, entries, i, 0), *masks
+            matrix = lax.dynamic_update_index_in_dim(matrix - upper_row[:, None] * error[None, :], error, i, 0)
+            return matrix, lax.dynamic_update_index_in_dim(codes, entries, i, 0), *masks
 
-        matrix, block_codes = (lax.dynamic_slice_in_dim(v, start, block) for v in (work, codes))
-        masks = [] if mask is None else [lax.dynamic_slice_in_dim(mask, start, block)]
+        masks = [] if mask is None else [lax.dynamic_slice_in_dim(mask, start, len(matrix))]
         if sparsity is not None:
             masks = [jnp.ones(matrix.shape, bool)]
-        _, errors, block_codes, *_ = lax.fori_loop(
-            0, block, sweep_column, (matrix, jnp.zeros_like(matrix), block_codes, *masks)
+        errors, codes, *_ = lax.fori_loop(
+            0, len(matrix), sweep_column, (matrix, jnp.zeros(matrix.shape, code_dtype), *masks)
         )
-        work = work - jnp.matmul(upper_rows.T, errors, precision=_ROUND_PRECISION)
-        codes = lax.dynamic_update_slice_in_dim(codes, block_codes, start, 0)
-        return work, codes, loss + (errors * errors).sum(0)
+        return errors, codes
 
-    start = (work, jnp.zeros(work.shape, code_dtype), jnp.zeros(rows, work.dtype))
-    _, codes, loss = lax.fori_loop(0, (count + padding) // block, sweep_block, start)
-    return codes[:count], loss
+    def sweep_block(depth: int, start: Array, matrix: Array, upper: Array) -> tuple[Array, Array]:
+        """The errors, which replace the columns one by one, and the codes of a block at `start`."""
+        if depth == 0:
+            return sweep_columns(start, matrix, upper)
+        size = sizes[depth - 1]
+
+        def sweep_part(index: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+            matrix, codes = state
+            at = index * size
+            upper_rows = lax.dynamic_slice_in_dim(upper, at, size)
+            errors, part_codes = sweep_block(
+                depth - 1, start + at, lax.dynamic_slice_in_dim(matrix, at, size),
+                lax.dynamic_slice_in_dim(upper_rows, at, size, axis=1),
+            )  # fmt: skip
+            matrix = matrix - jnp.matmul(upper_rows.T, errors, precision=_ROUND_PRECISION)
+            parts = (matrix, errors), (codes, part_codes)
+            return tuple(lax.dynamic_update_slice_in_dim(whole, part, at, 0) for whole, part in parts)  # type: ignore[return-value]
+
+        return lax.fori_loop(0, len(matrix) // size, sweep_part, (matrix, jnp.zeros(matrix.shape, code_dtype)))
+
+    errors, codes = sweep_block(len(sizes) - 1, jnp.int32(0), columns, upper)
+    return codes[:count], (errors * errors).sum(0)
+
+
+#: How many columns are brought up to date one by one, and how many blocks are brought up to date by one product.
+_LEAST_BLOCK, _BLOCKS_OF_BLOCK = 16, 8
+
+
+def _nested_blocks(count: int, block: int, group: int) -> list[int]:
+    """The sizes of blocks within blocks of a sweep over columns, ascending; the last holds all `count` columns.
+
+    Each is a multiple of the one before, and of `group`. A column changes its own small block, which stays in a cache.
+    All other changes are products of matrices.
+    """
+    block = -(-min(block, count) // group) * group
+    least = min(block, -(-_LEAST_BLOCK // group) * group)
+    sizes = [least, -(-block // least) * least]
+    outer = -(-count // (sizes[1] * _BLOCKS_OF_BLOCK))
+    sizes.append(-(-count // (outer * sizes[1])) * sizes[1])
+    return [*dict.fromkeys([*sizes, outer * sizes[2]])]
 
 
 # -- the steps of one parameter ---------------------------------------------------------------------------------------
@@ -694,5 +721,21 @@ def _correct_matrix(correction: Correction, matrix: Array, gram: Array, cross: A
 
 
 def _quadratic_form(matrix: Array, gram: Array) -> Array:
-    """The sum over the columns v of a matrix (summed, kept) of v^T H v."""
-    return (matrix * jnp.matmul(gram, matrix, precision=_ROUND_PRECISION)).sum()
+    """The sum over the columns v of a matrix (summed, kept) of v^T H v.
+
+    H is symmetric, so the products of a large one leave out blocks above its diagonal.
+    """
+    size = matrix.shape[0]
+    part = size if size < _LEAST_SYMMETRIC else -(-size // 4)
+    total = jnp.zeros((), matrix.dtype)
+    for at in range(0, size, part):
+        rows, gram_rows = matrix[at : at + part], gram[at : at + part]
+        product = jnp.matmul(gram_rows[:, at : at + part], rows, precision=_ROUND_PRECISION)
+        if at:
+            product += 2 * jnp.matmul(gram_rows[:, :at], matrix[:at], precision=_ROUND_PRECISION)
+        total += (rows * product).sum()
+    return total
+
+
+#: The rows of H from which its symmetry saves more time than the parts of its products cost.
+_LEAST_SYMMETRIC = 1024
