@@ -64,15 +64,18 @@ def check_pattern_mapping(argument: str, rules: Any, example: str) -> tuple[tupl
     return tuple((check_path_pattern(f"{argument}: pattern", pattern), value) for pattern, value in rules.items())
 
 
-def first_matches(argument: str, patterns: Iterable[str], paths: Iterable[str]) -> list[int | None]:
+def first_matches(
+    argument: str, patterns: Iterable[str], paths: Iterable[str], may_be_idle: bool = False
+) -> list[int | None]:
     """For each path the index of the first pattern that it matches; None if there is none.
 
     Raises:
-        ValueError: for a pattern that is the first of no path.
+        ValueError: for a pattern that is the first of no path, unless `may_be_idle`.
     """
     patterns, paths = list(patterns), list(paths)
     firsts = [next((n for n, pattern in enumerate(patterns) if matches_path(pattern, path)), None) for path in paths]
-    if idle := [pattern for n, pattern in enumerate(patterns) if n not in firsts]:
+    idle = [] if may_be_idle else [pattern for n, pattern in enumerate(patterns) if n not in firsts]
+    if idle:
         raise ValueError(
             f"{argument}: {', '.join(map(repr, idle))} matches no array, or only such as an earlier pattern matches"
             f"{nearest_paths_hint(idle, paths)}"

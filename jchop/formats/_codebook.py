@@ -133,6 +133,11 @@ def dynamic_levels(bits: int, signed: bool = True, zero: bool = True) -> Codeboo
     return CodebookFormat(tuple(sorted([*([0.0] if zero else []), 1.0, *magnitudes, *negative])))
 
 
+def softsign_levels() -> CodebookFormat:
+    """Z / (2 - |z|), rounded to binary32, for z = i / 127 from -1 to 1: equal steps of 2 x / (1 + |x|)."""
+    return CodebookFormat(tuple(float(np.float32(i / (254 - abs(i)))) for i in range(-127, 128)))
+
+
 def _float32_linspace(count: int) -> np.ndarray:
     """Equally spaced binary32 numbers from 0.1 to 1, computed from both ends to the middle, as in PyTorch.
 

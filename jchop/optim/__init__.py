@@ -23,7 +23,7 @@ from jchop.optim._chain import (  # noqa: E402
     skip_nonfinite,
     sparse_params,
 )
-from jchop.optim._optimizers import adam8bit, adamw4bit, adamw8bit, adamw_fp8, lion8bit, sgd8bit  # noqa: E402
+from jchop.optim._optimizers import adam8bit, adamw4bit, adamw8bit, adamw_fp8, adamw_split, lion8bit, muon8bit, sgd8bit  # noqa: E402
 from jchop.optim._pack import StateReport, state_report  # noqa: E402
 from jchop.optim._state import offload_state, quantize_state, state_shardings  # noqa: E402
 
@@ -33,6 +33,7 @@ __all__ = [
     "adamw4bit",
     "adamw8bit",
     "adamw_fp8",
+    "adamw_split",
     "apply_updates",
     "average_params",
     "averaged_params",
@@ -42,6 +43,7 @@ __all__ = [
     "lion8bit",
     "loss_scale",
     "low_precision",
+    "muon8bit",
     "offload_state",
     "quantize_state",
     "round_params",
@@ -62,6 +64,8 @@ __getattr__, __dir__ = on_demand(
         "AdamW8bit": "adamw8bit(learning_rate)",
         "Adam8bit": "adam8bit(learning_rate)",
         "AdamW4bit": "adamw4bit(learning_rate)",
+        "Muon8bit": "muon8bit(learning_rate)",
+        "FlashAdamW": "adamw_split(learning_rate)",
         "AdamWFp8": "adamw_fp8(learning_rate)",
     },
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import reduce
 from operator import and_
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from jchop._round.arguments import has_tracer
 from jchop._spec.spec import Spec, SpecLike, as_spec
 from jchop._storage import dequantize
 from jchop._storage._quantize import StoredAs, requantize
+from jchop.formats import FloatFormat, bfloat16
 from jchop.formats.scaled.scaled import axis_indexes
 from jchop.optim import _leaves as base
 from jchop.optim._pack import QuantizedState
@@ -194,14 +196,14 @@ def error_feedback(spec: SpecLike, key: Array | None = None) -> optax.GradientTr
 
 
 class CompensationState(NamedTuple):
-    """State of `compensate`: the rounding error of each parameter, in its dtype; and the key."""
+    """State of `compensate`: the rounding error of each parameter, in its dtype or as a byte; and the key."""
 
     lost: Any
     key: Array | None
 
 
 def compensate(
-    spec: SpecLike, key: Array | None = None, *, compensation: SpecLike | None = None
+    spec: SpecLike, key: Array | None = None, *, compensation: SpecLike | None = None, bits: int | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """Rounds parameters to `spec` with Kahan's compensation: the last link of a chain, in place of `round_params`.
 
@@ -209,21 +211,29 @@ def compensate(
     updates add up in c until they move the parameter, without randomness. The cost is a second array like the
     parameters. Where the new c is not finite, the old one stays.
 
+    With ``bits=8`` c has one byte. A bfloat16 parameter and its byte are a number of 24 bits, of 8 exponent and 15
+    fraction bits: a master copy. The byte is the distance in 256ths of the parameter's last place. `spec` rounds the
+    sum of that number and the update once, and the parameter is the nearest bfloat16 number, ties away from zero.
+    Parameters of other dtypes become p + u.
+
     Args:
-        spec: a `Spec`, a format, or text; the parameters' dtype must hold every value of it.
+        spec: a `Spec`, a format, or text; the parameters' dtype must hold every value of it. With `bits` it is bfloat16
+            in any rounding mode.
         key: a typed key, needed by the stochastic modes of either spec.
         compensation: the rounding of c. Default: the parameters' dtype.
+        bits: 8 for the byte above. Default (None): c is an array in the parameters' dtype.
 
     Returns:
         An Optax transformation; its ``update`` needs the parameters. Its state has `lost`, the rounding errors, and
         `key`.
 
     Raises:
-        ValueError: for a stochastic spec without a key; and when traced, without parameters, or for parameters of a
-            dtype that cannot hold the results.
+        ValueError: for a stochastic spec without a key, or `bits` with another spec or with `compensation`; and when
+            traced, without parameters, or for parameters of a dtype that cannot hold the results.
 
     References:
-        Kahan, Communications of the ACM 8 (1965) 40; Zamirai et al., arXiv 2010.06192, algorithm 3.
+        Kahan, Communications of the ACM 8 (1965) 40; Zamirai et al., arXiv 2010.06192, algorithm 3. For the byte:
+        FlashOptim, arXiv 2602.23349.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc, optax
@@ -238,12 +248,23 @@ def compensate(
     spec = as_spec(spec, scaled=True)
     rest = None if compensation is None else as_spec(compensation, "compensation", scaled=True)
     start = base.first_state_key(key, spec, rest)
+    if bits is not None:
+        if bits != 8 or rest is not None or spec.format != bfloat16:
+            raise ValueError(f"bits={bits!r} must be 8, with spec='bfloat16' and no compensation, not {str(spec)!r}")
+        spec = replace(spec, format=_MASTER_FORMAT)
 
     def init(params: Any) -> CompensationState:
-        return CompensationState(jax.tree.map(jnp.zeros_like, params), start)
+        if bits is None:
+            return CompensationState(jax.tree.map(jnp.zeros_like, params), start)
+        return CompensationState(jax.tree.map(_first_byte, params), start)
 
     def update(updates: Any, state: CompensationState, params: Any) -> Any:
         def leaf(key: Array | None, u: Any, p: Any, error: Any) -> tuple[Array, Array]:
+            if bits is not None:
+                if p.dtype != jnp.bfloat16:
+                    return u, error
+                target, error = _split_master(base.rounded_sum(key, join_master(p, error), u, spec))
+                return base.update_to_target(p, target), error
             _, (target_key, error_key) = base.split_key(key, 2)
             wide = base.sum_dtype(p, u)
             change = u.astype(wide) + error.astype(wide)
@@ -259,6 +280,39 @@ def compensate(
         return outputs, CompensationState(errors, following)
 
     return base.make_link(init, update, needs_params=True)
+
+
+#: A master copy has 8 fraction bits more than bfloat16.
+_MASTER_FORMAT = FloatFormat(8, 15)
+_INFINITY16 = 0x7F80
+
+
+def _first_byte(p: Array) -> Array:
+    """The byte of each bfloat16 parameter before the first step; other parameters have one for all."""
+    return jnp.zeros_like(p, jnp.int8) if p.dtype == jnp.bfloat16 else jnp.zeros([], jnp.int8)
+
+
+def join_master(p: Array, correction: Array) -> Array:
+    """The master copy of a bfloat16 parameter and its byte, in float32; other parameters as they are."""
+    if p.dtype != jnp.bfloat16:
+        return p
+    bits = lax.bitcast_convert_type(p, jnp.uint16).astype(jnp.int32)
+    magnitude = jnp.maximum(((bits & 0x7FFF) << 8) + correction, 0)
+    return lax.bitcast_convert_type(((bits >> 15) << 31) | (magnitude << 8), jnp.float32)
+
+
+def _split_master(master: Array) -> tuple[Array, Array]:
+    """The bfloat16 number nearest to a master copy, ties away from zero, and the byte. It is finite where the copy is.
+
+    The byte has the sign of the change of the magnitude, so it is within -128 and 127.
+    """
+    bits = lax.bitcast_convert_type(master, jnp.int32)
+    magnitude = (bits & 0x7FFFFFFF) >> 8
+    finite = magnitude < _INFINITY16 << 8
+    nearest = jnp.where(finite, jnp.minimum((magnitude + 128) >> 8, _INFINITY16 - 1), magnitude >> 8)
+    correction = jnp.where(finite, jnp.minimum(magnitude - (nearest << 8), 127), 0).astype(jnp.int8)
+    p = lax.bitcast_convert_type((nearest | ((bits >> 16) & 0x8000)).astype(jnp.uint16), jnp.bfloat16)
+    return p, correction
 
 
 # -- a whole optimizer -------------------------------------------------------------------------------------------------

@@ -9,11 +9,15 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import optax
 
+from jchop._spec.spec import as_spec
 from jchop.formats import CodebookFormat, FloatFormat, ScaledFormat, parse_format
-from jchop.formats.scaled.catalogue import dynamic4, dynamic8, udynamic8nz
-from jchop.optim._leaves import check_number
+from jchop.formats.scaled.catalogue import dynamic4, dynamic8, softsign8, udynamic8nz, usquare8nz
+from jchop.optim._chain import compensate, join_master
+from jchop.optim._leaves import check_number, in_sum_dtype, make_transformation
+from jchop.optim._pack import PresetRules
 from jchop.optim._state import quantize_state
 
 #: Second moments are divisors, so their formats have no zero: if one is rounded to zero, the update is m / eps, which
@@ -25,10 +29,11 @@ _FLOAT8_WITHOUT_ZERO = ScaledFormat(FloatFormat(4, 4, infinities=False, nans="no
 #: What every preset refuses: numbers that make no sense in training, with which every step would be skipped.
 #: They are below these bounds, and not below 0.
 _HYPERPARAMETER_BOUNDS = {
-    **dict.fromkeys(("b1", "b2", "momentum"), 1.0),
+    **dict.fromkeys(("b1", "b2", "momentum", "beta", "adam_b1", "adam_b2"), 1.0),
     **dict.fromkeys(("learning_rate", "weight_decay", "eps", "eps_root"), math.inf),
+    **dict.fromkeys(("adam_learning_rate", "adam_weight_decay", "adam_eps_root"), math.inf),
 }
-_SCHEDULES = ("learning_rate", "weight_decay")
+_SCHEDULES = ("learning_rate", "weight_decay", "adam_learning_rate")
 #: What the documentation of a preset says of an argument.
 _ARGUMENT_TEXTS = {
     "learning_rate": "a number or a schedule.",
@@ -51,7 +56,10 @@ _PackedOptimizer = Callable[..., optax.GradientTransformationExtraArgs]
 
 
 def _packed(
-    optimizer: _PackedOptimizer, formats: dict[str, Any], **defaults: Any
+    optimizer: Callable[..., optax.GradientTransformation],
+    formats: dict[str, Any],
+    wrap: Any = lambda tx: tx,
+    **defaults: Any,
 ) -> Callable[[Callable[[], None]], _PackedOptimizer]:
     """A preset: an optimizer of Optax inside `quantize_state`, by the name and documentation of the decorated function.
 
@@ -60,11 +68,13 @@ def _packed(
 
     Args:
         optimizer: the function of Optax.
-        formats: the format of each array of its state, by the name that this has in the first link's state.
+        formats: the format of each array of its state, by a pattern of its path there.
+        wrap: of the packed transformation. Default: itself.
         defaults: of arguments that differ from those of Optax.
     """
-    rules = {f"/0/{name}": fmt for name, fmt in formats.items()}
+    rules = PresetRules((pattern, as_spec(fmt, scaled=True)) for pattern, fmt in formats.items())
     own = [p for p in inspect.signature(quantize_state).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    own = [p for p in own if p.name != "chunks" or optimizer is not optax.contrib.muon]  # it needs whole matrices
     theirs = inspect.signature(optimizer).parameters.values()
     theirs = [p.replace(default=defaults.get(p.name, p.default), annotation=p.empty) for p in theirs]
     signature = inspect.Signature([*theirs, *own], return_annotation="optax.GradientTransformationExtraArgs")
@@ -78,7 +88,7 @@ def _packed(
                 left_out = value is None and signature.parameters[name].default is None
                 if name in _HYPERPARAMETER_BOUNDS and not left_out:
                     check_number(name, value, 0, _HYPERPARAMETER_BOUNDS[name], schedule=name in _SCHEDULES)
-            return quantize_state(optimizer(*bound.args, **bound.kwargs), rules, **packing)
+            return wrap(quantize_state(optimizer(*bound.args, **bound.kwargs), rules, **packing))
 
         preset.__name__ = preset.__qualname__ = described.__name__
         preset.__signature__ = signature  # type: ignore[attr-defined]
@@ -112,7 +122,7 @@ _SECTIONS = """
         TypeError, ValueError: for a number out of range: decays are in [0, 1), the others are finite and >= 0."""
 
 
-@_packed(optax.adamw, {"mu": dynamic8, "nu": udynamic8nz})
+@_packed(optax.adamw, {"/0/mu": dynamic8, "/0/nu": udynamic8nz})
 def adamw8bit() -> None:
     """AdamW with both moments in 8 bits: dynamic maps, signed and unsigned, in groups of 256.
 
@@ -130,7 +140,7 @@ def adamw8bit() -> None:
     """
 
 
-@_packed(optax.adamw, {"mu": dynamic4(group=64, scale="bfloat16"), "nu": _LINEAR4_WITHOUT_ZERO})
+@_packed(optax.adamw, {"/0/mu": dynamic4(group=64, scale="bfloat16"), "/0/nu": _LINEAR4_WITHOUT_ZERO})
 def adamw4bit() -> None:
     """AdamW with both moments in 4 bits, in groups of 64: a signed dynamic map, and 1/16 to 1, which has no zero.
 
@@ -148,7 +158,7 @@ def adamw4bit() -> None:
     """
 
 
-@_packed(optax.adamw, {"mu": parse_format("float8_e4m3fn(group=256)"), "nu": _FLOAT8_WITHOUT_ZERO})
+@_packed(optax.adamw, {"/0/mu": parse_format("float8_e4m3fn(group=256)"), "/0/nu": _FLOAT8_WITHOUT_ZERO})
 def adamw_fp8() -> None:
     """AdamW with both moments in floats of 8 bits, in groups of 256 under a binary32 scale.
 
@@ -164,7 +174,7 @@ def adamw_fp8() -> None:
     """
 
 
-@_packed(optax.adam, {"mu": dynamic8, "nu": udynamic8nz})
+@_packed(optax.adam, {"/0/mu": dynamic8, "/0/nu": udynamic8nz})
 def adam8bit() -> None:
     """Adam with both moments in 8 bits, as `adamw8bit` without weight decay.
 
@@ -175,7 +185,7 @@ def adam8bit() -> None:
     """
 
 
-@_packed(optax.lion, {"mu": dynamic8})
+@_packed(optax.lion, {"/0/mu": dynamic8})
 def lion8bit() -> None:
     """Lion with its moment in 8 bits: the signed dynamic map in groups of 256.
 
@@ -190,7 +200,7 @@ def lion8bit() -> None:
 
 
 # Optax has no momentum by default, and so no state to pack.
-@_packed(optax.sgd, {"trace": dynamic8}, momentum=0.9)
+@_packed(optax.sgd, {"/0/trace": dynamic8}, momentum=0.9)
 def sgd8bit() -> None:
     """Stochastic gradient descent with its momentum in 8 bits: the signed dynamic map in groups of 256.
 
@@ -198,4 +208,63 @@ def sgd8bit() -> None:
         >>> import jax.numpy as jnp, jchop as jc
         >>> jc.optim.state_report(jc.optim.sgd8bit(0.1).init(jnp.zeros((64, 256)))).nbytes
         16644
+    """
+
+
+@_packed(optax.contrib.muon, {"mu": dynamic8, "nu": udynamic8nz})
+def muon8bit() -> None:
+    """Muon with its momentum in 8 bits: the signed dynamic map in groups of 256.
+
+    Optax gives parameters that are no matrices to AdamW, whose moments are packed as in `adamw8bit`. A step needs whole
+    matrices, so there are no chunks.
+
+    References:
+        Effective Quantization of Muon Optimizer States, arXiv 2509.23106.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> jc.optim.state_report(jc.optim.muon8bit(1e-3).init({"w": jnp.zeros((64, 256))})).nbytes
+        16668
+    """
+
+
+def _on_masters(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+    """A transformation that computes in float32, from parameters with their bytes (`compensate`)."""
+    link = compensate("bfloat16", bits=8)
+
+    def init(params: Any) -> Any:
+        return inner.init(jax.tree.map(in_sum_dtype, params)), link.init(params)
+
+    def update(updates: Any, state: Any, params: Any, **extra: Any) -> Any:
+        masters = jax.tree.map(join_master, params, state[1].lost)
+        updates, inner_state = inner.update(jax.tree.map(in_sum_dtype, updates), state[0], masters, **extra)
+        updates, correction = link.update(updates, state[1], params)
+        return updates, (inner_state, correction)
+
+    return make_transformation(init, update, needs_params=True)
+
+
+@_packed(
+    optax.adamw,
+    {"/0/mu": softsign8(group=32, scale="bfloat16"), "/0/nu": usquare8nz(group=32, scale="bfloat16")},
+    wrap=_on_masters,
+)
+def adamw_split() -> None:
+    """AdamW for bfloat16 parameters, with a byte for each in place of a master copy, and companded 8-bit moments.
+
+    A parameter and its byte are a number of 24 bits, as `compensate` with ``bits=8`` has it. The step is computed in
+    float32, from these numbers. The moments have the levels `jchop.formats.softsign8` and `jchop.formats.usquare8nz`,
+    in groups of 32. The state has 3.13 bytes for each parameter, so training needs 7.13 with bfloat16 gradients. With
+    a float32 master copy and float32 moments it needs 16. Parameters of other dtypes train without a byte.
+
+    The state is a pair: that of `quantize_state`, and that of `compensate`.
+
+    References:
+        FlashOptim, arXiv 2602.23349.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> state = jc.optim.adamw_split(1e-3).init({"w": jnp.zeros((64, 256), "bfloat16")})
+        >>> jc.optim.state_report(state).nbytes / (64 * 256)
+        3.12548828125
     """

@@ -49,6 +49,10 @@ class PackedRows:
     shape: tuple[int, ...]
 
 
+class PresetRules(tuple[tuple[str, Spec | None], ...]):
+    """Rules of a named optimizer. One may match no array: Muon has a second moment only for some parameters."""
+
+
 def is_packed_leaf(leaf: Any) -> bool:
     """Whether a leaf is a `QArray` or a `PackedRows`; not if it holds no arrays, as in a state beside adapters."""
     return isinstance(leaf, QArray | PackedRows) and bool(jax.tree.leaves(leaf))
@@ -65,6 +69,8 @@ def as_state_rules(value: Any) -> StateRules:
     Raises:
         TypeError, ValueError: for a key that is not a pattern, or a value that is not a spec.
     """
+    if isinstance(value, PresetRules):
+        return value
     if not isinstance(value, Mapping):
         return (("*", _check_state_spec(as_spec(value, scaled=True))),)
     return tuple(
@@ -96,7 +102,8 @@ def plan_packing(leaves: _PathsAndLeaves, rules: StateRules, min_size: int) -> l
         for place, (path, leaf) in enumerate(leaves)
         if is_packed_leaf(leaf) or is_float_leaf(leaf)
     }
-    firsts = first_matches("spec", [pattern for pattern, _ in rules], names.values()) if names else []
+    patterns, may_be_idle = [pattern for pattern, _ in rules], isinstance(rules, PresetRules)
+    firsts = first_matches("spec", patterns, names.values(), may_be_idle) if names else []
     specs: list[Spec | None] = [None] * len(leaves)
     for place, first in zip(names, firsts, strict=True):
         leaf = leaves[place][1]

@@ -249,7 +249,7 @@ def quantize_state(
     least = base.check_static_size("min_size", min_size, MIN_PACKED_SIZE)
     rules = packing.as_state_rules(spec)
     if nonfinite == "propagate":
-        rules = tuple((pattern, None if rule is None else _with_nan_groups(rule)) for pattern, rule in rules)
+        rules = type(rules)((pattern, None if rule is None else _with_nan_groups(rule)) for pattern, rule in rules)
     start = base.first_state_key(key, *(rule for _, rule in rules if rule is not None and rule.rounding.stochastic))
     inner = base.as_transformation(inner)
 

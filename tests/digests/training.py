@@ -21,7 +21,7 @@ from digests.common import KEY, coarse, f32, jc, key_for
 from digests.emulated import whole
 from digests.face import facts, note_types
 
-NAMED = ("adam8bit", "adamw8bit", "adamw4bit", "adamw_fp8", "lion8bit", "sgd8bit")
+NAMED = ("adam8bit", "adamw8bit", "adamw4bit", "adamw_fp8", "lion8bit", "sgd8bit", "muon8bit", "adamw_split")
 
 
 def start(dtype: Any = jnp.float32) -> dict[str, jax.Array]:
@@ -69,6 +69,7 @@ def chains() -> dict[str, Callable[[], Any]]:
         "error_feedback key": lambda: optax.chain(o.error_feedback("int4(group=32):stochastic", key=KEY), sgd),
         "compensate": lambda: optax.chain(sgd, o.compensate(spec="bfloat16")),
         "compensate options": lambda: optax.chain(sgd, o.compensate(noisy, key=KEY, compensation="e5m10")),
+        "compensate byte": lambda: optax.chain(sgd, o.compensate(noisy, key=KEY, bits=8)),
         "average_params": lambda: optax.chain(sgd, o.average_params()),
         "average_params options": lambda: optax.chain(sgd, o.average_params(start=1, every=2, spec=noisy, key=KEY)),
         "scale_gradients": lambda: optax.chain(optax.scale(0.5), sgd),
@@ -90,9 +91,12 @@ def named() -> Iterator[Call]:
     adam = {"eps": {"eps": 1e-4, "eps_root": 1e-6}, "nesterov": {"nesterov": True}}
     decay = {"decay": {"weight_decay": 0.125, "mask": {"w": True, "b": False}}}
     options = {"adam8bit": moments | adam, "lion8bit": moments | decay,
+               "muon8bit": {"moments": {"beta": 0.5, "adam_b1": 0.5, "adam_b2": 0.75}, "decay": {"weight_decay": 0.125}},
                "sgd8bit": {"momentum": {"momentum": 0.5, "nesterov": True}, "dtype": {"accumulator_dtype": "bfloat16"}}}
     for name in NAMED:
         for case, more in {"plain": {}, **options.get(name, moments | adam | decay), **common}.items():
+            if (name, case) == ("muon8bit", "chunks"):
+                continue
             bad = case == "nonfinite"
             yield Call(f"optim.{name} {case}", lambda n=name, m=more, b=bad: steps(lambda: getattr(jc.optim, n)(learning_rate=0.125, **m), bad=b), loose=True)
         yield Call(f"optim.{name} bfloat16", lambda n=name: steps(lambda: getattr(jc.optim, n)(0.125), jnp.bfloat16), loose=True)

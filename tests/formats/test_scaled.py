@@ -93,6 +93,7 @@ def test_what_is_printed_reads_back(fmt: ScaledFormat):
         ("nf4(scale=uint8(group=256,zero_point=float))", jc.formats.nf4(scale="uint8(group=256,zero_point=float)")),
         ("udynamic8", jc.formats.udynamic8),
         ("udynamic8nz", jc.formats.udynamic8nz),
+        ("softsign8(scale=bfloat16)", jc.formats.softsign8(scale="bfloat16")),
         ("int8(group=32,rule=percentile(99.9))", ScaledFormat("integer8", 32, rule="percentile(99.9)")),
     ],
 )  # fmt: skip
@@ -252,13 +253,19 @@ def test_named_formats_are_those_of_their_sources():
         ("dynamic4", 256, 16),
         ("udynamic8", 256, 256),
         ("udynamic8nz", 256, 256),
+        ("softsign8", 32, 255),
+        ("usquare8nz", 32, 256),
     ):
         fmt = parse_format(name)
         assert isinstance(fmt, ScaledFormat) and isinstance(fmt.element, jc.formats.CodebookFormat)
         assert (fmt.group, fmt.axis, fmt.scale, fmt.rule) == (group, -1, jc.formats.binary32, "absmax")
         assert (len(fmt.element.levels), fmt.element.max) == (levels, 1)
-        assert (fmt.element.min < 0) == (not name.startswith("udynamic8"))
-        assert (0 in fmt.element.levels) == (name != "udynamic8nz")
+        assert (fmt.element.min < 0) == (not name.startswith("u"))
+        assert (0 in fmt.element.levels) == (not name.endswith("nz"))
+    z = np.arange(-127, 128) / 127  # equal steps of 2 x / (1 + |x|)
+    x = np.array(jc.formats.softsign8.element.levels)
+    np.testing.assert_allclose(2 * x / (1 + np.abs(x)), z, rtol=1e-7)
+    np.testing.assert_array_equal(np.sqrt(jc.formats.usquare8nz.element.levels) * 256, np.arange(1, 257))
 
 
 def test_another_element_is_not_the_named_format():

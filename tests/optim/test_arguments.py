@@ -26,7 +26,7 @@ KEY = jax.random.key(3)
 NUMBERS = {"w": np.linspace(-1, 1, 512, dtype=np.float32).reshape(2, 256), "b": np.ones(4, np.float32)}
 PARAMS = jax.device_put(NUMBERS)
 GRADS = jax.device_put({name: x / 8 for name, x in NUMBERS.items()})
-NAMED = ["adam8bit", "adamw8bit", "adamw4bit", "adamw_fp8", "lion8bit", "sgd8bit"]
+NAMED = ["adam8bit", "adamw8bit", "adamw4bit", "adamw_fp8", "lion8bit", "sgd8bit", "muon8bit", "adamw_split"]
 NAN, INF = math.nan, math.inf
 
 
@@ -36,9 +36,10 @@ NAN, INF = math.nan, math.inf
 def test_a_named_optimizer_takes_the_arguments_of_optax() -> None:
     """By name, order, kind and default, with arguments of its own behind them."""
     for name in NAMED:
-        theirs = getattr(optax, re.split("8bit|4bit|_fp8", name)[0])
+        theirs = re.split("8bit|4bit|_fp8|_split", name)[0]
+        theirs = optax.contrib.muon if theirs == "muon" else getattr(optax, theirs)
         expected, found = (inspect.signature(f).parameters for f in (theirs, getattr(optim, name)))
-        own = ["min_size", "nonfinite", "chunks"]
+        own = ["min_size", "nonfinite", *(["chunks"] if name != "muon8bit" else [])]
         assert (name, list(found)) == (name, [*expected, *own])
         assert all(found[argument].kind is inspect.Parameter.KEYWORD_ONLY for argument in own), name
         for argument, parameter in expected.items():
@@ -212,6 +213,8 @@ REFUSED: list[tuple[str, Callable[[], Any]]] = [
     ("shape (2, 3), and params (3,)", lambda: optim.apply_updates(jnp.ones(3), jnp.ones((2, 3)))),
     ("shape (), and the average (3,)", lambda: optim.averaged_params(AVERAGES, jnp.ones(()))),
     ("cannot hold", lambda: passed(optim.error_feedback("binary16"))),
+    ("bits=4", lambda: optim.compensate("bfloat16", bits=4)),
+    ("bits=8", lambda: optim.compensate("e5m2", bits=8)),
     ("compensation='binary32'", lambda: passed(optim.compensate("e5m2", compensation="binary32"))),
 ]
 AVERAGES = optim.average_params().init(jnp.ones(3))

@@ -18,6 +18,7 @@ from oracle import ieee, round_exact
 
 import jchop as jc
 from jchop import optim
+from jchop.optim._chain import join_master
 
 further = Further()
 
@@ -48,6 +49,61 @@ def test_what_error_feedback_sends_sums_to_what_came(spec: str, rng: np.random.G
     np.testing.assert_array_equal(sent, jc.round_to_format(sent, spec.split(":")[0]))
     np.testing.assert_allclose(np.float64(sent).sum(0) + state.error, np.float64(grads).sum(0), atol=1e-6)
     assert float(jnp.abs(state.error).max()) < 4
+
+
+def test_a_byte_beside_bfloat16_makes_a_master_of_24_bits(rng: np.random.Generator) -> None:
+    """Beside float64, which holds each sum: rounded once to 16 digits, and from there to 8, ties away from zero."""
+
+    def rounded(x: np.ndarray, digits: int, up: Any = np.rint) -> np.ndarray:
+        last_place = 2.0 ** (np.floor(np.log2(np.abs(x))) - digits + 1)
+        return np.copysign(up(np.abs(x) / last_place) * last_place, x)
+
+    start = rng.standard_normal(2000) * np.exp(4 * rng.standard_normal(2000))
+    params, tx = jnp.asarray(start, jnp.bfloat16), optim.compensate("bfloat16", bits=8)
+    state, master, step = tx.init(params), np.asarray(params, np.float64), jax.jit(tx.update)
+    assert state.lost.dtype == jnp.int8
+    for size in (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1e-4, 1e-5, 1e-3):
+        change = np.float32(size * master * rng.standard_normal(2000))
+        updates, state = step(jnp.asarray(change), state, params)
+        params = optax.apply_updates(params, updates)
+        master = rounded(master + change, 16)
+        expected = rounded(master, 8, lambda n: np.floor(n + 0.5))
+        np.testing.assert_array_equal(np.asarray(params, np.float64), expected)
+        place = 2.0 ** (np.floor(np.log2(np.abs(expected))) - 15)
+        difference = (np.abs(master) - np.abs(expected)) / place
+        # Below a power of two, the places of the master are half as large as those of the parameter.
+        np.testing.assert_array_equal(difference, np.where(difference < 0, difference, state.lost))
+        assert np.abs(state.lost).max() <= 128
+
+
+def test_masters_of_24_bits_at_the_ends_of_the_range() -> None:
+    """The largest numbers stay finite while the master does; another dtype has no byte; infinities come and stay."""
+    tx, most = optim.compensate("bfloat16", bits=8), float(jnp.finfo("bfloat16").max)
+    params = {"p": jnp.array([most, -most, 0.0, jnp.inf, 1.0], "bfloat16"), "wide": jnp.ones(2)}
+    change = {"p": jnp.array([most / 600, -most, -(2.0**-20), 1.0, jnp.nan]), "wide": jnp.full(2, 2.0**-20)}
+    updates, state = tx.update(change, tx.init(params), params)
+    params = optax.apply_updates(params, updates)
+    np.testing.assert_array_equal(params["p"].astype(jnp.float32), [most, -np.inf, -(2.0**-20), np.inf, np.nan])
+    assert state.lost["p"].tolist()[0] in range(90, 128) and state.lost["p"].tolist()[1:] == [0] * 4
+    assert params["wide"].tolist() == [1 + 2.0**-20] * 2 and state.lost["wide"].shape == ()
+
+
+def test_adamw_split_steps_like_adamw_in_float32(rng: np.random.Generator) -> None:
+    """With weight decay from the master; the moments differ by their levels alone."""
+    params = jnp.asarray(rng.standard_normal((64, 128)), jnp.bfloat16)
+    grads = jnp.asarray(rng.standard_normal((64, 128)), jnp.bfloat16)
+    wide, packed = optax.adamw(1e-4, weight_decay=0.1), optim.adamw_split(1e-4, weight_decay=0.1)
+    expected, p = params.astype(jnp.float32), params
+    wide_state, state, step = wide.init(expected), packed.init(params), jax.jit(packed.update)
+    for _ in range(20):
+        updates, wide_state = wide.update(grads.astype(jnp.float32), wide_state, expected)
+        expected = optax.apply_updates(expected, updates)
+        updates, state = step(grads, state, p)
+        p = optax.apply_updates(p, updates)
+    moved = np.abs(np.asarray(expected - params.astype(jnp.float32))).mean()
+    master = np.asarray(join_master(p, state[1].lost))
+    assert np.abs(master - np.asarray(expected)).mean() < 0.05 * moved
+    assert (p == master.astype(jnp.bfloat16)).mean() > 0.99
 
 
 def test_what_is_lost_draws_apart_from_the_parameter() -> None:

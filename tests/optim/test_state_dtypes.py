@@ -37,7 +37,8 @@ def named(make: Callable[..., Any]) -> Callable[[], Any]:
 
 PACKED = {
     **{make.__name__: named(make) for make in (
-        optim.adamw8bit, optim.adamw4bit, optim.adamw_fp8, optim.adam8bit, optim.lion8bit, optim.sgd8bit)},
+        optim.adamw8bit, optim.adamw4bit, optim.adamw_fp8, optim.adam8bit, optim.lion8bit, optim.sgd8bit,
+        optim.muon8bit)},
     "propagate": lambda: packed(nonfinite="propagate"),
     "chunks": lambda: packed(chunks=2),
     "propagate in chunks": lambda: packed(chunks=2, nonfinite="propagate"),

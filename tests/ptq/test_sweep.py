@@ -162,12 +162,13 @@ def test_the_reversed_order_is_that_of_nearest_planes() -> None:
 
 
 @further.first
-def a_textbook_in_numpy_gives_the_same_codes() -> None:
-    """In blocks, after which errors reach the columns of later ones."""
-    w, gram = problem()
+@pytest.mark.parametrize(("columns", "block"), [(32, 5), (300, 32)])
+def a_textbook_in_numpy_gives_the_same_codes(columns: int, block: int) -> None:
+    """In blocks, and in blocks of blocks, after which errors reach the columns of later ones."""
+    w, gram = problem(columns=columns)
     order = np.argsort(-np.diag(gram), kind="stable")
-    q, swept, _, _ = rounded(w, gram, "int4(group=16)", order, block=5)
-    scale = np.repeat(np.asarray(q.scale, np.float64), 16, axis=1)
+    q, swept, _, _ = rounded(w, gram, "int4(group=16)", order, block=block)
+    scale = np.repeat(np.asarray(q.scale, np.float64), 16, axis=1)[:, :columns]
     damped = gram + 0.01 * np.diag(gram).mean() * np.eye(len(gram))
     upper = np.linalg.cholesky(np.linalg.inv(damped[order][:, order])).T
     rest, step, codes = w[:, order].copy(), scale[:, order], np.zeros_like(w)

@@ -10,7 +10,7 @@ from typing import Any
 
 from jchop.formats import _catalogue
 from jchop.formats._base import ElementFormat
-from jchop.formats._codebook import CodebookFormat, dynamic_levels, nf4_levels
+from jchop.formats._codebook import CodebookFormat, dynamic_levels, nf4_levels, softsign_levels
 from jchop.formats._fixed import FixedFormat, IntegerFormat
 from jchop.formats._float import FloatFormat
 from jchop.formats.scaled.scaled import ScaledFormat, add_to_catalogue
@@ -64,5 +64,9 @@ dynamic8 = _catalogued("dynamic8", dynamic_levels(8), 256)
 dynamic4 = _catalogued("dynamic4", dynamic_levels(4), 256)
 udynamic8 = _catalogued("udynamic8", dynamic_levels(8, signed=False), 256)
 udynamic8nz = _catalogued("udynamic8nz", dynamic_levels(8, signed=False, zero=False), 256)
+#: Levels of companded moments in groups of 32 (FlashOptim, arXiv 2602.23349): the inverse of 2 x / (1 + |x|) at i / 127
+#: for a first moment, in binary32; (i / 256)^2 from 1 to 256, without a zero, for a second one.
+softsign8 = _catalogued("softsign8", softsign_levels(), 32)
+usquare8nz = _catalogued("usquare8nz", CodebookFormat(tuple((i / 256) ** 2 for i in range(1, 257))), 32)
 
 __all__ = [name for name, value in list(globals().items()) if isinstance(value, ScaledFormat)]  # pyright: ignore[reportUnsupportedDunderAll]

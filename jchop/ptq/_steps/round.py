@@ -222,8 +222,9 @@ def gptq_sweep(
     """The codes of a matrix, column after column, and the loss of each row.
 
     The error of a column, over the diagonal entry of U, is taken off the columns after it in the ratios of that row of
-    U, within a small block at once and beyond it by products of matrices, when a block is done. The lines of the algorithm are those of Frantar et
-    al., "GPTQ" (2022); those that prune, of Frantar and Alistarh, "SparseGPT" (2023).
+    U. Within a small block this happens at once, and beyond it by a product of matrices when a block is done. The lines
+    of the algorithm are those of Frantar et al., "GPTQ" (2022); those that prune, of Frantar and Alistarh, "SparseGPT"
+    (2023).
 
     Args:
         columns: the matrix, a row for each of its columns, in the order of the sweep.
@@ -242,7 +243,7 @@ def gptq_sweep(
     Returns:
         The codes, one entry for each element, in the order of the sweep; and the sum of squared errors of each row.
     """
-    count, rows = columns.shape
+    count = len(columns)
     sizes = _nested_blocks(count, block, 1 if sparsity is None else sparsity[1])
     padding = sizes[-1] - count
     by_element = tuple(jnp.pad(part, [(0, padding), (0, 0)], mode="edge") for part in by_element)
