@@ -255,7 +255,8 @@ def adamw_split() -> None:
     A parameter and its byte are a number of 24 bits, as `compensate` with ``bits=8`` has it. The step is computed in
     float32, from these numbers. The moments have the levels `jchop.formats.softsign8` and `jchop.formats.usquare8nz`,
     in groups of 32. The state has 3.13 bytes for each parameter, so training needs 7.13 with bfloat16 gradients. With
-    a float32 master copy and float32 moments it needs 16. Parameters of other dtypes train without a byte.
+    a float32 master copy and float32 moments it needs 16. Parameters of other dtypes train without a byte. A step below
+    2^-17 of its parameter has no effect.
 
     The state is a pair: that of `quantize_state`, and that of `compensate`.
 
