@@ -224,7 +224,7 @@ def muon8bit() -> None:
     Example:
         >>> import jax.numpy as jnp, jchop as jc
         >>> jc.optim.state_report(jc.optim.muon8bit(1e-3).init({"w": jnp.zeros((64, 256))})).nbytes
-        16668
+        16664
     """
 
 
