@@ -36,7 +36,8 @@ def dot_product_attention(
 
     The cache is read in blocks of slots. Only one block of keys and values is unpacked at a time, and blocks that no
     query attends to are not read. The softmax is the online one of Milakov and Gimelshein (2018), as in
-    FlashAttention. For the blocks in the order of slots, with m = -inf, l = 0 and a = 0 at first, and s the scores:
+    FlashAttention. Blocks come in the order of slots, and the recent tokens of the cache are the last block. With m =
+    -inf, l = 0 and a = 0 at first, and s the scores:
 
         s = (q · k) scale;  n = max(m, max s);  p = exp(s - n);  c = exp(m - n)
         l = l c + sum p;  a = a c + p · v;  m = n;  at last a / l
@@ -121,7 +122,8 @@ def _attend_in_blocks(
     batch, slots, kv_heads, head_dim = cache.shape
     tokens, heads = query.shape[1:3]
     dtype = jnp.promote_types(jnp.float32, jnp.promote_types(query.dtype, cache.dtype))
-    q = jnp.moveaxis(query.astype(dtype).reshape(batch, tokens, kv_heads, heads // kv_heads, head_dim), 1, 3)
+    wide = query.astype(dtype) if cache.rotation is None else cache.rotation.rotate(query.astype(dtype))
+    q = jnp.moveaxis(wide.reshape(batch, tokens, kv_heads, heads // kv_heads, head_dim), 1, 3)
     multiply = partial(jnp.einsum, precision=precision, preferred_element_type=dtype)
 
     def block_start(i: Array) -> Array:
@@ -134,9 +136,15 @@ def _attend_in_blocks(
 
     def step(i: Array, state: Any) -> Any:
         # The next block is loaded here and unpacked in its iteration: `slice_fused_into_loop` in `_core/xla/cpu.py`.
-        (keys, values, positions), (running_max, running_sum, weighted_sum) = state
+        (keys, values, positions), sums = state
         # The last block may begin with slots of the block before.
         positions = jnp.where(block_start(i) + jnp.arange(block) < i * block, -1, positions)
+        if cache.recent is not None:
+            positions = jnp.where(cache.is_recent(positions), -1, positions)
+        return load_block(i + 1), add_tokens(keys, values, positions, sums)
+
+    def add_tokens(keys: KVRows, values: KVRows, positions: Array, sums: Any) -> Any:
+        running_max, running_sum, weighted_sum = sums
         mask = attention_mask(query_positions, positions, is_causal, window)[:, None, None]
         k, v = (masked_numbers(rows, positions[:, None]).astype(dtype) for rows in (keys, values))
         scores = multiply("bngth,bnsh->bngts", q, k) * jnp.asarray(scale, dtype)
@@ -146,16 +154,20 @@ def _attend_in_blocks(
         weights, correction = jnp.exp(scores - shift), jnp.exp(running_max - shift)
         running_sum = running_sum * correction + jnp.sum(weights, axis=-1, keepdims=True)
         weighted_sum = weighted_sum * correction + multiply("bngts,bnsh->bngth", weights, v)
-        return load_block(i + 1), (new_max, running_sum, weighted_sum)
+        return new_max, running_sum, weighted_sum
 
     shape = (batch, kv_heads, heads // kv_heads, tokens)
     init = (jnp.full((*shape, 1), -jnp.inf, dtype), jnp.zeros((*shape, 1), dtype), jnp.zeros((*shape, head_dim), dtype))
     init = tuple(varying_like(v, *jax.tree.leaves((q, cache, query_positions))) for v in init)
     first, end = _attention_block_range(cache, query_positions, is_causal, window, block)
     start = load_block(first), init
-    _, (_, total, weighted_sum) = lax.fori_loop(first, end, step, start)
+    _, sums = lax.fori_loop(first, end, step, start)
+    if cache.recent is not None:
+        keys, values, positions = cache.recent.part(0, cache.recent.shape[1])
+        sums = add_tokens(keys.heads_first(), values.heads_first(), positions, sums)
+    _, total, weighted_sum = sums
     y = jnp.where(total == 0, 0, weighted_sum / jnp.where(total == 0, 1, total))
-    y = jnp.moveaxis(y, 3, 1).reshape(query.shape)
+    y = cache.rotate_back(jnp.moveaxis(y, 3, 1).reshape(query.shape))
     return jnp.where(cache.incomplete(query_positions, window)[:, :, None, None], jnp.nan, y).astype(query.dtype)
 
 

@@ -17,6 +17,7 @@ from jax import export, lax
 
 from jchop._common.bit_ops import CARRIERS
 from jchop._common.checks import check, check_int, place_in_errors
+from jchop._quantized.products.operand_layout import Hadamard
 from jchop._quantized.products.rule import check_cache_spec
 from jchop._round.arguments import has_tracer
 from jchop._spec.spec import Spec, SpecLike, as_spec
@@ -138,8 +139,8 @@ def _kv_word_dtype(dtype: Any) -> np.dtype:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("key_slots", "value_slots", "slot_positions", "lengths", "overflowed", "table"),
-    meta_fields=("window",),
+    data_fields=("key_slots", "value_slots", "slot_positions", "lengths", "overflowed", "table", "recent"),
+    meta_fields=("window", "rotation"),
 )
 @dataclass(frozen=True, eq=False, repr=False)
 class KVCache:
@@ -167,6 +168,8 @@ class KVCache:
         table: int32, the pages of each sequence in order, shape (batch, pages of a sequence); -1 for none. None without
             pages.
         window: number of tokens that a query attends to, itself included; None for all.
+        recent: a rolling cache of the last tokens, not packed, which are read there; None without it.
+        rotation: of the stored keys and values along head_dim; None for none.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -185,12 +188,15 @@ class KVCache:
     overflowed: Array
     table: Array | None = None
     window: int | None = None
+    recent: KVCache | None = None
+    rotation: Hadamard | None = None
 
     # -- making one ----------------------------------------------------------------------------------------------------
     @staticmethod
     def full(
-        shape: Sequence[int], *, keys: _KVSpec = None, values: _KVSpec = None, dtype: Any = jnp.float32
-    ) -> KVCache:
+        shape: Sequence[int], *, keys: _KVSpec = None, values: _KVSpec = None, dtype: Any = jnp.float32,
+        rotation: Hadamard | None = None, recent: int = 0,
+    ) -> KVCache:  # fmt: skip
         """An empty cache with a slot for every token.
 
         Args:
@@ -200,33 +206,42 @@ class KVCache:
                 not rounded.
             values: likewise, of values.
             dtype: of the numbers: float32 (default), bfloat16, float16 or float64.
+            rotation: a `jchop.Hadamard`, such as ``Hadamard("all")``. It rotates keys and values along head_dim before
+                they are rounded, which spreads outliers, as in TurboQuant (arXiv 2504.19874). Attention rotates
+                queries, and its result back. Default None.
+            recent: the number of last tokens of a sequence that are read as they came, from slots of their own in
+                `dtype`. Default 0.
 
         Raises:
-            TypeError, ValueError: for another shape or dtype, or a spec that rounds tokens or heads together.
+            TypeError, ValueError: for another shape or dtype, a spec that rounds tokens or heads together, or a
+                rotation whose size does not divide head_dim.
         """
         batch, length, *rest = _check_cache_shape(shape)
-        return _empty_cache(batch, (batch, length, *rest), keys, values, dtype)
+        return _empty_cache(batch, (batch, length, *rest), keys, values, dtype, rotation, recent)
 
     @staticmethod
     def rolling(
-        shape: Sequence[int], *, chunk: int = 1, keys: _KVSpec = None, values: _KVSpec = None, dtype: Any = jnp.float32
-    ) -> KVCache:
+        shape: Sequence[int], *, chunk: int = 1, keys: _KVSpec = None, values: _KVSpec = None, dtype: Any = jnp.float32,
+        rotation: Hadamard | None = None, recent: int = 0,
+    ) -> KVCache:  # fmt: skip
         """An empty cache of the last tokens, for attention with a sliding window: sequences have any length.
 
         Args:
             shape: (batch, window, kv_heads, head_dim). A query attends to itself and the ``window - 1`` tokens before.
             chunk: the most tokens for one `update`, so that each of them still finds its whole window. The cache has
                 ``window + chunk - 1`` slots for a sequence. Default 1: decoding token by token.
-            keys: as in `full`; also `values` and `dtype`.
+            keys: as in `full`; also the arguments that follow.
             values: see `keys`.
             dtype: see `keys`.
+            rotation: see `keys`.
+            recent: see `keys`.
 
         Raises:
             TypeError, ValueError: as in `full`.
         """
         batch, window, *rest = _check_cache_shape(shape)
         slots = window + check_int("chunk", chunk, 1) - 1
-        return _empty_cache(batch, (batch, slots, *rest), keys, values, dtype, window=window)
+        return _empty_cache(batch, (batch, slots, *rest), keys, values, dtype, rotation, recent, window=window)
 
     @staticmethod
     def paged(
@@ -237,6 +252,8 @@ class KVCache:
         keys: _KVSpec = None,
         values: _KVSpec = None,
         dtype: Any = jnp.float32,
+        rotation: Hadamard | None = None,
+        recent: int = 0,
     ) -> KVCache:
         """An empty cache whose sequences share pages of slots, so that short ones need little memory.
 
@@ -246,16 +263,18 @@ class KVCache:
             shape: (batch, length, kv_heads, head_dim), as in `full`; it needs no memory.
             pages: number of pages, for all sequences together.
             page_size: number of tokens on a page.
-            keys: as in `full`; also `values` and `dtype`.
+            keys: as in `full`; also the arguments that follow.
             values: see `keys`.
             dtype: see `keys`.
+            rotation: see `keys`.
+            recent: see `keys`.
 
         Raises:
             TypeError, ValueError: as in `full`.
         """
         batch, length, *rest = _check_cache_shape(shape)
         pages, page_size = check_int("pages", pages, 1), check_int("page_size", page_size, 1)
-        cache = _empty_cache(batch, (pages, page_size, *rest), keys, values, dtype)
+        cache = _empty_cache(batch, (pages, page_size, *rest), keys, values, dtype, rotation, recent)
         return replace(cache, table=jnp.full((batch, -(-length // page_size)), NO_PAGE, jnp.int32))
 
     # -- reading -------------------------------------------------------------------------------------------------------
@@ -285,13 +304,38 @@ class KVCache:
     def keys(self) -> Array:
         """The stored keys as numbers, in `shape`; 0 without a token."""
         keys, _, positions = self.part(0, self.shape[1])
-        return masked_numbers(keys, positions[:, :, None])
+        return self._numbers(keys, "key_slots", positions)
 
     @property
     def values(self) -> Array:
         """The stored values as numbers, in `shape`; 0 without a token, NaN in sequences that overflowed."""
         _, values, positions = self.part(0, self.shape[1])
-        return jnp.where(self.overflowed[:, None, None, None], jnp.nan, masked_numbers(values, positions[:, :, None]))
+        numbers = self._numbers(values, "value_slots", positions)
+        return jnp.where(self.overflowed[:, None, None, None], jnp.nan, numbers)
+
+    def _numbers(self, rows: KVRows, name: str, positions: Array) -> Array:
+        """Keys or values in all slots, with those of recent tokens as they came, and rotated back."""
+        numbers = masked_numbers(rows, positions[:, :, None])
+        if self.recent is not None:
+            slots = (positions % self.recent.slot_positions.shape[1])[:, :, None, None]
+            own = jnp.take_along_axis(getattr(self.recent, name).numbers(), slots, axis=1)
+            numbers = jnp.where(self.is_recent(positions)[:, :, None, None], own, numbers)
+        return self.rotate_back(numbers)
+
+    def is_recent(self, positions: Array) -> Array:
+        """Which tokens of each sequence are read from `recent`, in the shape of `positions`, (batch, slots)."""
+        assert self.recent is not None
+        stored = self.recent.slot_positions
+        return (positions >= 0) & (jnp.take_along_axis(stored, positions % stored.shape[1], axis=1) == positions)
+
+    def rotate_back(self, x: Array) -> Array:
+        """Keys, values or results of attention without the rotation of head_dim."""
+        if self.rotation is None:
+            return x
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        matrix = jnp.asarray(self.rotation.matrix, wide)
+        blocks = x.astype(wide).reshape(*x.shape[:-1], -1, len(matrix))
+        return jnp.matmul(blocks, matrix, precision=lax.Precision.HIGHEST).reshape(x.shape).astype(x.dtype)
 
     def mask(
         self, positions: Any = None, *, tokens: int = 1, is_causal: bool = True, window: int | None = None
@@ -342,6 +386,8 @@ class KVCache:
         if positions is None:
             positions = self.lengths[:, None] + jnp.arange(count, dtype=jnp.int32)
         self._check_positions(positions)
+        if self.rotation is not None:
+            k, v = self.rotation.rotate(k), self.rotation.rotate(v)
         return self._write_tokens(k, v, self._as_positions(positions, count))
 
     def _write_tokens(self, k: Array, v: Array, position: Array) -> KVCache:
@@ -369,6 +415,7 @@ class KVCache:
             lengths=lengths,
             overflowed=self.overflowed if overflow is None else self.overflowed | overflow.any(axis=1),
             table=table,
+            recent=None if self.recent is None else self.recent._write_tokens(k, v, position),
         )
 
     def release(self, ended: Any) -> KVCache:
@@ -425,7 +472,9 @@ class KVCache:
         drops, mark = jnp.maximum(positions, _eviction_mark(positions)) >= end, NO_TOKEN
         if self.window is not None:
             mark = jnp.minimum(_eviction_mark(end - 1 - (end - 1 - jnp.arange(slots)) % slots), NO_TOKEN)
-        return replace(self, slot_positions=jnp.where(drops, mark, positions), lengths=limit, table=table)
+        recent = None if self.recent is None else self.recent.truncate(limit)
+        positions = jnp.where(drops, mark, positions)
+        return replace(self, slot_positions=positions, lengths=limit, table=table, recent=recent)
 
     def take(self, sequences: Any) -> KVCache:
         """A cache of some of the sequences, each as often as it is named: the survivors of a beam search.
@@ -472,6 +521,7 @@ class KVCache:
             lengths=self.lengths[index],
             overflowed=self.overflowed[index] | (has_page & (table == NO_PAGE)).any(axis=1),
             table=table,
+            recent=None if self.recent is None else self.recent.take(index),
         )
 
     # -- parts, for attention ------------------------------------------------------------------------------------------
@@ -529,6 +579,8 @@ class KVCache:
             f"{name}={str(rows.spec)!r}" for name, rows in (("keys", self.key_slots), ("values", self.value_slots))
         ]
         facts += [] if self.window is None else [f"window={self.window}"]
+        facts += [] if self.rotation is None else [f"rotation={self.rotation}"]
+        facts += [] if self.recent is None else [f"recent={self.recent.window}"]
         shape = getattr(self.slot_positions, "shape", None)  # none, if something else stands for the leaves
         return f"KVCache({layout}, slots={shape}, {', '.join(facts)}, dtype={self.dtype.name})"
 
@@ -567,9 +619,16 @@ def _check_cache_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _empty_cache(
-    batch: int, shape: tuple[int, ...], keys: Any, values: Any, dtype: Any, window: int | None = None
-) -> KVCache:
-    dtype = jnp.dtype(dtype)
+    batch: int, shape: tuple[int, ...], keys: Any, values: Any, dtype: Any, rotation: Hadamard | None = None,
+    recent: int = 0, window: int | None = None,
+) -> KVCache:  # fmt: skip
+    dtype, size = jnp.dtype(dtype), shape[-1]
+    if rotation is not None:
+        if not isinstance(rotation, Hadamard):
+            raise TypeError(f"rotation={rotation!r} must be a jchop.Hadamard, such as Hadamard('all')")
+        rotation = Hadamard(size if rotation.size == "all" else rotation.size, rotation.signs)
+        check(size % len(rotation.matrix) == 0, f"rotation={rotation} must have a size that divides head_dim={size}")
+    recent = check_int("recent", recent, 0)
     if dtype.name not in CARRIERS:
         raise TypeError(f"dtype={dtype.name} must be one of {', '.join(CARRIERS)}")
     return KVCache(
@@ -579,6 +638,8 @@ def _empty_cache(
         jnp.zeros(batch, jnp.int32),
         jnp.zeros(batch, bool),
         window=window,
+        recent=_empty_cache(batch, (batch, recent, *shape[2:]), None, None, dtype, window=recent) if recent else None,
+        rotation=rotation,
     )
 
 
@@ -609,6 +670,10 @@ def _assign_pages(table: Array, pages: int, page: Array, is_token: Array, max_ne
     return jnp.where(missing, new_pages, table)
 
 
+def _cache_auxdata(window: int | None, rotation: Sequence[Any] | None) -> tuple[int | None, Hadamard | None]:
+    return window, None if rotation is None else Hadamard(*rotation)
+
+
 # -- jax.export --------------------------------------------------------------------------------------------------------
 
 
@@ -616,6 +681,8 @@ register_export(KVRows, "jchop.KVCache.Rows")
 export.register_pytree_node_serialization(
     KVCache,
     serialized_name="jchop.KVCache",
-    serialize_auxdata=lambda static: json.dumps(static).encode(),
-    deserialize_auxdata=lambda data: tuple(json.loads(data)),
+    serialize_auxdata=lambda static: json.dumps(
+        static, default=lambda rotation: [rotation.size, rotation.signs]
+    ).encode(),
+    deserialize_auxdata=lambda data: _cache_auxdata(*json.loads(data)),
 )

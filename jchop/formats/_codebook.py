@@ -111,6 +111,17 @@ def nf4_levels() -> CodebookFormat:
     return CodebookFormat((*(-level for level in negative), 0.0, *positive))
 
 
+def normal_levels(bits: int) -> CodebookFormat:
+    """The levels of least mean squared error for N(0, 1): the means of their cells (Max, IRE Trans. IT-6 (1960) 7)."""
+    positive = {
+        2: (0.452780035, 1.510417608),
+        3: (0.245094179, 0.756005281, 1.343909279, 2.151945705),
+        4: (0.12839503, 0.388048299, 0.656759119, 0.942340456, 1.256231197, 1.618046386, 2.069017227, 2.732589571),
+    }[bits]
+    levels = [float(np.float32(level)) for level in positive]
+    return CodebookFormat((*(-level for level in reversed(levels)), *levels))
+
+
 def dynamic_levels(bits: int, signed: bool = True, zero: bool = True) -> CodebookFormat:
     """The dynamic map: decimal exponents from 10^-(bits - 2) up; the other bits are the fraction.
 

@@ -158,6 +158,7 @@ def cache(kind: str, **options: Any) -> Any:
 def caches() -> Iterator[Call]:
     k, v, q = (f32(coarse(n, (2, 4, h, 8))) for n, h in (("k", 2), ("v", 2), ("q", 4)))
     specs = {"float": {}, "int8": {"keys": "int8(group=all)", "values": "int8(group=all)"}, "e4m3": {"keys": "e4m3fn", "values": "e4m3fn", "dtype": jnp.bfloat16},
+             "rotated": {"keys": "normal3", "values": "normal3", "rotation": jc.Hadamard(size=4), "recent": 2},
              "int4": {"keys": "int4(group=4)", "values": "int4(group=4)"}}
     for kind, (name, options) in itertools.product(CACHES, specs.items()):
 

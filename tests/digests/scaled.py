@@ -43,6 +43,7 @@ def texts() -> Iterator[str]:
             yield scaled(element, f"{grouping},scale={scale},rule={rule}")
     for i, rule in enumerate(("two_level", "four_over_six", "quest", "levels")):
         yield f"float4_e2m1fn(group=16,scale=float8_e4m3fn,rule={rule})"
+        yield f"nf4({GROUPS[i]},scale={SCALES[i % 3]},rule=rms)"
         yield f"{('int4', 'uint4', 'uint8', 'int2')[i]}({GROUPS[i]},rule=minmax,zero_point=integer)"
     for i, (element, grouping) in enumerate(itertools.product(("int8", "uint4", "int3", "uint8"), GROUPS)):
         if (i + i // 9) % 2:

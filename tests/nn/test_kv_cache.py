@@ -49,6 +49,45 @@ def held(cache: jc.KVCache) -> list[dict[int, tuple[np.ndarray, np.ndarray]]]:
     return rows
 
 
+@pytest.mark.parametrize("kind", ["full", "paged", "rolling"])
+def test_rotated_keys_in_three_bits_beside_recent_tokens(kind: str) -> None:
+    """Beside NumPy in float64: also after tokens are dropped, when the older ones are read in three bits again."""
+    recent, rotation = 3, jc.Hadamard(4)
+    specs = {"keys": "normal3", "values": "normal3", "rotation": rotation, "recent": recent}
+    k, v, q = (normal(i, 12).at[..., 2].multiply(5.0) for i in range(3))
+    cache = of_kind(kind, 12, **specs, **({"chunk": 7} if kind == "rolling" else {}))
+    cache = update(update(cache, k[:, :7], v[:, :7]), k[:, 7:8], v[:, 7:8]).truncate(6)
+    for t in range(6, 12):
+        cache = update(cache, k[:, t : t + 1], v[:, t : t + 1])
+
+    def stored(x: jax.Array) -> np.ndarray:
+        turn = np.kron(np.eye(SIZE // 4), rotation.matrix)
+        turned = np.asarray(x, np.float64) @ turn.T
+        scale = np.sqrt((turned**2).mean(-1, keepdims=True)).astype(jnp.bfloat16).astype(np.float64)
+        levels = np.array(jc.Spec("normal3").element.levels)
+        packed = levels[np.abs(turned[..., None] / scale[..., None] - levels).argmin(-1)] * scale @ turn
+        return np.where(np.arange(12)[:, None, None] >= 12 - recent, x, packed)
+
+    keys, values = stored(k), stored(v)
+    order = np.argsort(np.asarray(cache.positions), axis=1)[:, -12:, None, None]
+    np.testing.assert_allclose(np.take_along_axis(np.asarray(cache.keys), order, 1), keys, atol=2e-5)
+    np.testing.assert_allclose(np.take_along_axis(np.asarray(cache.values), order, 1), values, atol=2e-5)
+    weights = np.exp(np.einsum("bhd,bshd->bhs", np.asarray(q[:, -1], np.float64), keys) / SIZE**0.5)
+    expected = np.einsum("bhs,bshd->bhd", weights / weights.sum(-1, keepdims=True), values)
+    np.testing.assert_allclose(attend(q[:, -1:], cache)[:, 0], expected, atol=2e-5)
+    copies = cache.take([2, 0])
+    np.testing.assert_allclose(attend(q[jnp.array([2, 0]), -1:], copies)[:, 0], expected[[2, 0]], atol=2e-5)
+    fresh = cache.release(jnp.array([True, False, False]))
+    assert (fresh.positions[0] == -1).all() and not np.asarray(fresh.keys[0]).any()
+
+
+def test_a_rotation_that_does_not_divide_head_dim_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"size that divides head_dim=8"):
+        jc.KVCache.full((1, 4, 2, 8), rotation=jc.Hadamard(16))
+    with pytest.raises(TypeError, match=r"rotation=4 must be a jchop.Hadamard"):
+        jc.KVCache.full((1, 4, 2, 8), rotation=4)  # type: ignore[arg-type]
+
+
 class Model:
     """The same in Python: a dict of tokens for each sequence."""
 
@@ -400,7 +439,7 @@ def arguments_are_checked() -> None:
 @pytest.mark.parametrize(
     ("kind", "specs"),
     [
-        ("full", EIGHT),
+        ("full", EIGHT | {"rotation": jc.Hadamard(4), "recent": 2}),
         pytest.param("rolling", {"keys": "nf4(group=8,scale=bfloat16)", "dtype": "bfloat16"}, marks=pytest.mark.slow),
         pytest.param("paged", {"values": "int4(group=4)", "dtype": "float16"}, marks=pytest.mark.slow),
     ],

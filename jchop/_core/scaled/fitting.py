@@ -128,13 +128,41 @@ def fit_either(x: Array, axes: tuple[int, ...], plan: ScaledPlan, tensor: Array 
 def fit_power(x: Array, axes: tuple[int, ...], plan: ScaledPlan, tensor: Array | None = None) -> BlockScales:
     """2^floor(log2(r / L)), r the root of the mean square of a group's finite numbers, 1 / L as in `QUEST_SCALE`.
 
-    The squares are of numbers over the largest magnitude's power of two, and are summed in the arithmetic's carrier.
+    Args:
+        x: as for `fit_root`.
+        axes: as for `fit_root`.
+        plan: the plan.
+        tensor: None; the rule has no scale of the tensor.
+    """
+    compute = plan.compute
+    share, largest, lag = _mean_square(x, axes, plan, QUEST_SCALE**2)
+    # floor(log2 of the root) is half the exponent, rounded down.
+    half = ((bit_ops.split_sign(share, compute)[1] >> compute.fraction) - compute.bias) >> 1
+    low, zero, high = plan.exponents
+    exponent = bit_ops.lax_where(largest == 0, zero, bit_ops.lax_clip(half - lag, low, high))
+    return BlockScales(exponent.astype(largest.dtype))
+
+
+def fit_root(x: Array, axes: tuple[int, ...], plan: ScaledPlan, tensor: Array | None = None) -> BlockScales:
+    """The root of the mean square of a group's finite numbers.
 
     Args:
         x: numbers of the arithmetic's carrier; a group may be padded with NaN.
         axes: the axes of a group.
         plan: the plan.
         tensor: None; the rule has no scale of the tensor.
+    """
+    share, largest, lag = _mean_square(x, axes, plan)
+    root = elements.multiply_by_power(jnp.sqrt(share), -lag, plan.compute)
+    # Zeros get the least scale and not 1, because the levels of normal numbers have no zero.
+    end = bit_ops.lax_where(largest == 0, 1, jnp.maximum(bit_ops.split_sign(root, plan.compute)[1], 1))
+    return BlockScales(round_scales((end,), None, plan)[0])
+
+
+def _mean_square(x: Array, axes: tuple[int, ...], plan: ScaledPlan, factor: float = 1.0) -> tuple[Array, Array, Array]:
+    """The mean of the squares of 2^lag x times a factor, the largest magnitude of x, and lag.
+
+    2^lag brings the largest magnitude next to 1. The squares are summed in the arithmetic's carrier.
     """
     compute = plan.compute
     magnitude = bit_ops.split_sign(x, compute)[1]
@@ -143,12 +171,8 @@ def fit_power(x: Array, axes: tuple[int, ...], plan: ScaledPlan, tensor: Array |
     finite = magnitude < compute.inf
     near_one = elements.multiply_by_power(_zero_subnormals(x, plan), jnp.broadcast_to(lag, x.shape), compute)
     total = jnp.sum(bit_ops.lax_where(finite, near_one * near_one, 0), axis=axes, keepdims=True)
-    share = total * (QUEST_SCALE**2) / jnp.maximum(jnp.sum(finite, axis=axes, keepdims=True), 1).astype(compute.name)
-    # floor(log2 of the root) is half the exponent, rounded down.
-    half = ((bit_ops.split_sign(share, compute)[1] >> compute.fraction) - compute.bias) >> 1
-    low, zero, high = plan.exponents
-    exponent = bit_ops.lax_where(largest == 0, zero, bit_ops.lax_clip(half - lag, low, high))
-    return BlockScales(exponent.astype(largest.dtype))
+    share = total * factor / jnp.maximum(jnp.sum(finite, axis=axes, keepdims=True), 1).astype(compute.name)
+    return share, largest, lag
 
 
 def _make_squared_error(
@@ -189,7 +213,7 @@ def _zero_subnormals(x: Array, plan: ScaledPlan) -> Array:
 
 #: The functions that fit scales to all numbers of a group, by `ScaleRule.fit`.
 SCALE_FITS: Mapping[str, Callable[[Array, tuple[int, ...], ScaledPlan, Array | None], BlockScales]] = MappingProxyType(
-    {"percentile": fit_percentile, "squares": fit_squares, "either": fit_either, "power": fit_power}
+    {"percentile": fit_percentile, "squares": fit_squares, "either": fit_either, "power": fit_power, "root": fit_root}
 )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from jchop.formats import _catalogue
 from jchop.formats._base import ElementFormat
-from jchop.formats._codebook import CodebookFormat, dynamic_levels, nf4_levels, softsign_levels
+from jchop.formats._codebook import CodebookFormat, dynamic_levels, nf4_levels, normal_levels, softsign_levels
 from jchop.formats._fixed import FixedFormat, IntegerFormat
 from jchop.formats._float import FloatFormat
 from jchop.formats.scaled.scaled import ScaledFormat, add_to_catalogue
@@ -58,6 +58,11 @@ uint4, uint8 = (ScaledFormat(IntegerFormat(bits, signed=False)) for bits in (4, 
 
 #: NormalFloat4 in groups of 64 (Dettmers et al., arXiv 2305.14314).
 nf4 = _catalogued("nf4", nf4_levels(), 64)
+#: The levels of Lloyd and Max for normal numbers under their root of the mean square: for rotated numbers, as in the
+#: first stage of TurboQuant (arXiv 2504.19874).
+normal2, normal3, normal4 = (
+    _catalogued(f"normal{bits}", normal_levels(bits), "all", scale="bfloat16", rule="rms") for bits in (2, 3, 4)
+)
 #: The dynamic maps of 8-bit optimizers in groups of 256 (Dettmers et al., arXiv 2110.02861); the unsigned ones are for
 #: second moments, and that without a zero for those which are divisors.
 dynamic8 = _catalogued("dynamic8", dynamic_levels(8), 256)

@@ -57,8 +57,8 @@ class ScaleRule:
         top: of a scale format, the scale of the group with the largest number if the tensor has a scale too.
         fit: which numbers of a group count. "ends" means its ends alone, "range" the range of all x for a zero point,
             and "percentile" a percentile. The others use all numbers: by least "squares" of many scales, of the scales
-            of "either" divisor, or by their "power", the mean of their squares. "levels" are the ends of groups within
-            groups, one for each time that the scales are quantized again.
+            of "either" divisor, by their "power", the mean of their squares, or its "root". "levels" are the ends of
+            groups within groups, one for each time that the scales are quantized again.
         percentile: the q of "percentile".
         fill: the number that fills up the last block of an axis: 0, or NaN for a rule that counts numbers.
         takes: whether an element format may have this rule.
@@ -72,7 +72,7 @@ class ScaleRule:
     tensor_scale: bool = False
     constant: Callable[[ElementFormat], float] | None = None
     top: Callable[[FloatFormat], Fraction] = lambda scale: Fraction(scale.max)
-    fit: Literal["ends", "range", "percentile", "squares", "either", "power", "levels"] = "ends"
+    fit: Literal["ends", "range", "percentile", "squares", "either", "power", "root", "levels"] = "ends"
     percentile: Fraction | None = None
     fill: float = 0.0
     takes: Callable[[ElementFormat], bool] = lambda element: True
@@ -179,6 +179,15 @@ SCALE_RULES: Mapping[str, ScaleRule] = MappingProxyType(
                 fill=math.nan,
                 takes=_is_e2m1,
                 needs="the values of e2m1",
+            ),
+            ScaleRule(
+                "rms",
+                "the root of the mean of the squares, summed in binary32; the least scale for a group of zeros",
+                lambda element: (Fraction(1),),
+                fit="root",
+                fill=math.nan,
+                takes=lambda element: element.min < 0,
+                needs="negative values",
             ),
             ScaleRule(
                 "percentile(q)",

@@ -6,6 +6,7 @@ from fractions import Fraction
 from functools import partial
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -87,3 +88,29 @@ def test_a_range_just_above_a_tie_of_scales(kind: str, low: float) -> None:
     x = np.array([255 * (1 + 2.0**-8), -low, 0, 0], np.float32)
     stored = jc.quantize(x, f"uint8(group=4,scale=bfloat16,zero_point={kind})")
     assert np.asarray(stored.scale, np.float32).tolist() == [1 + 2.0**-7]
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_levels_of_normal_numbers_under_their_root_of_the_mean_square(bits: int) -> None:
+    """Each level is the mean of its cell. Beside NumPy: scales of ragged groups to bfloat16, zeros, clipped numbers."""
+    fmt = jc.formats.SCALED_CATALOGUE[f"normal{bits}"]
+    levels = np.array(fmt.element.levels)
+    ends = [-9.0, *(levels[1:] + levels[:-1]) / 2, 9.0]
+    for level, low, high in zip(levels, ends[:-1], ends[1:], strict=True):
+        x = np.linspace(low, high, 20001)
+        density = np.exp(-x * x / 2)
+        assert abs(np.trapezoid(x * density) / np.trapezoid(density) - level) < 1e-6
+    x = (
+        np.random.default_rng(bits).standard_normal((64, 40)).astype(np.float32)
+        * np.exp(np.arange(64.0) / 2 - 16)[:, None]
+    )
+    x = x.astype(np.float32)
+    x[3, 7] *= 40
+    for group in (16, 40):
+        found = np.asarray(jc.round_to_format(x, fmt(group=group)))
+        for at in range(0, 40, group):
+            part = x[:, at : at + group].astype(np.float64)
+            root = np.sqrt((part**2).mean(1, keepdims=True)).astype(ml_dtypes.bfloat16).astype(np.float64)
+            nearest = levels[np.abs(part[:, :, None] / root[:, :, None] - levels).argmin(-1)]
+            np.testing.assert_array_equal(found[:, at : at + group], (nearest * root).astype(np.float32))
+    assert np.abs(jc.round_to_format(np.zeros((2, 8), np.float32), fmt)).max() < 1e-38
