@@ -64,7 +64,7 @@ def test_rotated_keys_in_three_bits_beside_recent_tokens(kind: str) -> None:
         turn = np.kron(np.eye(SIZE // 4), rotation.matrix)
         turned = np.asarray(x, np.float64) @ turn.T
         scale = np.sqrt((turned**2).mean(-1, keepdims=True)).astype(jnp.bfloat16).astype(np.float64)
-        levels = np.array(jc.Spec("normal3").element.levels)
+        levels = np.array(jc.formats.normal3.element.levels)  # type: ignore[attr-defined]
         packed = levels[np.abs(turned[..., None] / scale[..., None] - levels).argmin(-1)] * scale @ turn
         return np.where(np.arange(12)[:, None, None] >= 12 - recent, x, packed)
 

@@ -94,7 +94,7 @@ def test_a_range_just_above_a_tie_of_scales(kind: str, low: float) -> None:
 def test_levels_of_normal_numbers_under_their_root_of_the_mean_square(bits: int) -> None:
     """Each level is the mean of its cell. Beside NumPy: scales of ragged groups to bfloat16, zeros, clipped numbers."""
     fmt = jc.formats.SCALED_CATALOGUE[f"normal{bits}"]
-    levels = np.array(fmt.element.levels)
+    levels = np.array(fmt.element.levels)  # type: ignore[attr-defined]
     ends = [-9.0, *(levels[1:] + levels[:-1]) / 2, 9.0]
     for level, low, high in zip(levels, ends[:-1], ends[1:], strict=True):
         x = np.linspace(low, high, 20001)
