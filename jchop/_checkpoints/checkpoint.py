@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop._checkpoints.gguf import GGUF_BLOCKS, READABLE_TYPES, GGUFFile, GGUFKeys, is_gguf
+from jchop._checkpoints.row import FLOAT8, SCALE_FORMATS
 from jchop._checkpoints.table import LAYOUTS, UnreadWeight, code_scale_pairs, detect_layout
 from jchop._common.checks import check, check_bool, check_choice, place_in_errors
 from jchop._common.files import as_path, short_text
@@ -52,6 +54,8 @@ class CheckpointItem(NamedTuple):
     quantized: bool
 
 
+#: The ends of names of tensors with scales, and their dtypes. Others are exponents, or codes of scales.
+_HOLDS_SCALES, _SCALE_DTYPES = re.compile(r"scale(s|_inv|_2)?$|absmax$"), (*SCALE_FORMATS, FLOAT8)
 #: What numbers and arrays that are too large raise, too.
 _READ_ERRORS = (ValueError, ArithmeticError, MemoryError)
 
@@ -83,6 +87,10 @@ class Checkpoint(ABC):
     def gguf_keys(self) -> GGUFKeys | None:
         """The keys of a GGUF file; None if it is none."""
         return None
+
+    def scales(self, name: str) -> dict[str, np.ndarray]:
+        """The scales of a weight as the file has them, by the ends of their names; empty for other arrays."""
+        return {}
 
     @abstractmethod
     def _read(self, name: str, exact: bool) -> QArray | np.ndarray:
@@ -178,6 +186,15 @@ class _SafetensorsCheckpoint(Checkpoint):
             if name not in used:
                 check(name not in self.items, f"a tensor has the name {short_text(name)} of a quantized weight, too")
                 self.items[name] = CheckpointItem(entry.dtype.name, entry.shape, entry.nbytes, quantized=False)
+
+    def scales(self, name: str) -> dict[str, np.ndarray]:
+        weight = self._weights.get(name)
+        parts = {} if weight is None else weight.names
+        scales = {part: tensor for part, tensor in parts.items() if _HOLDS_SCALES.search(part)}
+        scales = {
+            part: tensor for part, tensor in scales.items() if self._source.entries[tensor].dtype in _SCALE_DTYPES
+        }
+        return {part: self._source.read(tensor) for part, tensor in scales.items()}
 
     def _read(self, name: str, exact: bool) -> QArray | np.ndarray:
         if name in self._descriptions:
