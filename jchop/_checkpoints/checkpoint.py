@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jchop._checkpoints.gguf import GGUF_BLOCKS, READABLE_TYPES, GGUFFile, GGUFKeys, is_gguf
 from jchop._checkpoints.row import FLOAT8, SCALE_FORMATS
@@ -23,6 +24,7 @@ from jchop._common.checks import check, check_bool, check_choice, place_in_error
 from jchop._common.files import as_path, short_text
 from jchop._common.on_demand import is_module_of, load_name
 from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint
+from jchop._kernels.primitive import host_device
 from jchop._storage._array import QArray, named_sharding_of
 from jchop._storage._files.safetensors import ShardFiles
 from jchop._storage._quantize import StoredAs
@@ -315,16 +317,28 @@ def _fill_tree(source: Checkpoint, like: Any, names: TensorNaming | None, skip: 
     check_tensor_names(source, leaf_names, skip)
     arrays = []
     for name, (_, _, leaf) in zip(leaf_names, leaves, strict=True):
-        with jax.enable_x64(True):
-            array = jax.tree.map(
-                jnp.asarray, in_shape_and_dtype(name, source.read(name, exact), leaf.shape, leaf.dtype)
-            )
-        sharding = named_sharding_of(leaf)
-        if sharding is not None:
-            array = jax.device_put(array, array.shardings(sharding) if isinstance(array, QArray) else sharding)
-        arrays.append(array)
+        with on_host():
+            array = in_shape_and_dtype(name, source.read(name, exact), leaf.shape, leaf.dtype)
+        arrays.append(to_devices(array, named_sharding_of(leaf)))
     structure = jax.tree.structure(like_tree, is_leaf=lambda node: isinstance(node, QArray | StoredAs))
     return rebuild(structure.unflatten(arrays))
+
+
+@contextmanager
+def on_host() -> Iterator[None]:
+    """A context in which arrays are laid out in the memory of the host, so that devices receive their shards alone."""
+    with jax.enable_x64(True), jax.default_device(host_device()):
+        yield
+
+
+def to_devices(value: Any, sharding: NamedSharding | None) -> Any:
+    """An array of the host, or codes and scales, on the devices of a sharding; without one, on the default device."""
+    with jax.enable_x64(True):
+        if sharding is not None:
+            return jax.device_put(value, value.shardings(sharding) if isinstance(value, QArray) else sharding)
+        return jax.tree.map(
+            lambda leaf: jnp.asarray(np.asarray(leaf)) if named_sharding_of(leaf) is None else leaf, value
+        )
 
 
 def in_shape_and_dtype(
