@@ -29,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name. Default: the arguments of the process.
 
     Returns:
-        The exit status: 0; 2 after an error, which is one line on standard error; 130 after an interrupt.
+        The exit status: 0; 1 after a check that found faults; 2 after an error, which is one line on standard error;
+        130 after an interrupt.
 
     Example:
         >>> from jchop.__main__ import main
@@ -45,12 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         check(sys.stdout is not None, "standard output is closed")
         try:
             options = _command_parser().parse_args([_shield_negative_number(argument) for argument in arguments])
-            options.run(options)
+            status = options.run(options)
         except SystemExit as stop:  # --help and --version
             if stop.code:
                 raise
+            status = 0
         sys.stdout.flush()
-        return 0
+        return status or 0
     except BrokenPipeError:
         _discard_stdout()  # its reader, such as head, has closed the pipe
         return 141  # 128 + SIGPIPE, as in the shell

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -14,13 +15,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jchop._checkpoints.gguf import GGUF_BLOCKS, READABLE_TYPES, GGUFFile, GGUFKeys, is_gguf
+from jchop._checkpoints.row import FLOAT8, SCALE_FORMATS
 from jchop._checkpoints.table import LAYOUTS, UnreadWeight, code_scale_pairs, detect_layout
 from jchop._common.checks import check, check_bool, check_choice, place_in_errors
 from jchop._common.files import as_path, short_text
 from jchop._common.on_demand import is_module_of, load_name
 from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint
+from jchop._kernels.primitive import host_device
 from jchop._storage._array import QArray, named_sharding_of
 from jchop._storage._files.safetensors import ShardFiles
 from jchop._storage._quantize import StoredAs
@@ -52,6 +56,8 @@ class CheckpointItem(NamedTuple):
     quantized: bool
 
 
+#: The ends of names of tensors with scales, and their dtypes. Others are exponents, or codes of scales.
+_HOLDS_SCALES, _SCALE_DTYPES = re.compile(r"scale(s|_inv|_2)?$|absmax$"), (*SCALE_FORMATS, FLOAT8)
 #: What numbers and arrays that are too large raise, too.
 _READ_ERRORS = (ValueError, ArithmeticError, MemoryError)
 
@@ -83,6 +89,10 @@ class Checkpoint(ABC):
     def gguf_keys(self) -> GGUFKeys | None:
         """The keys of a GGUF file; None if it is none."""
         return None
+
+    def scales(self, name: str) -> dict[str, np.ndarray]:
+        """The scales of a weight as the file has them, by the ends of their names; empty for other arrays."""
+        return {}
 
     @abstractmethod
     def _read(self, name: str, exact: bool) -> QArray | np.ndarray:
@@ -178,6 +188,15 @@ class _SafetensorsCheckpoint(Checkpoint):
             if name not in used:
                 check(name not in self.items, f"a tensor has the name {short_text(name)} of a quantized weight, too")
                 self.items[name] = CheckpointItem(entry.dtype.name, entry.shape, entry.nbytes, quantized=False)
+
+    def scales(self, name: str) -> dict[str, np.ndarray]:
+        weight = self._weights.get(name)
+        parts = {} if weight is None else weight.names
+        scales = {part: tensor for part, tensor in parts.items() if _HOLDS_SCALES.search(part)}
+        scales = {
+            part: tensor for part, tensor in scales.items() if self._source.entries[tensor].dtype in _SCALE_DTYPES
+        }
+        return {part: self._source.read(tensor) for part, tensor in scales.items()}
 
     def _read(self, name: str, exact: bool) -> QArray | np.ndarray:
         if name in self._descriptions:
@@ -298,16 +317,28 @@ def _fill_tree(source: Checkpoint, like: Any, names: TensorNaming | None, skip: 
     check_tensor_names(source, leaf_names, skip)
     arrays = []
     for name, (_, _, leaf) in zip(leaf_names, leaves, strict=True):
-        with jax.enable_x64(True):
-            array = jax.tree.map(
-                jnp.asarray, in_shape_and_dtype(name, source.read(name, exact), leaf.shape, leaf.dtype)
-            )
-        sharding = named_sharding_of(leaf)
-        if sharding is not None:
-            array = jax.device_put(array, array.shardings(sharding) if isinstance(array, QArray) else sharding)
-        arrays.append(array)
+        with on_host():
+            array = in_shape_and_dtype(name, source.read(name, exact), leaf.shape, leaf.dtype)
+        arrays.append(to_devices(array, named_sharding_of(leaf)))
     structure = jax.tree.structure(like_tree, is_leaf=lambda node: isinstance(node, QArray | StoredAs))
     return rebuild(structure.unflatten(arrays))
+
+
+@contextmanager
+def on_host() -> Iterator[None]:
+    """A context in which arrays are laid out in the memory of the host, so that devices receive their shards alone."""
+    with jax.enable_x64(True), jax.default_device(host_device()):
+        yield
+
+
+def to_devices(value: Any, sharding: NamedSharding | None) -> Any:
+    """An array of the host, or codes and scales, on the devices of a sharding; without one, on the default device."""
+    with jax.enable_x64(True):
+        if sharding is not None:
+            return jax.device_put(value, value.shardings(sharding) if isinstance(value, QArray) else sharding)
+        return jax.tree.map(
+            lambda leaf: jnp.asarray(np.asarray(leaf)) if named_sharding_of(leaf) is None else leaf, value
+        )
 
 
 def in_shape_and_dtype(

@@ -13,7 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jchop._checkpoints.checkpoint import Checkpoint, TensorNaming, check_tensor_names, in_shape_and_dtype
+from jchop._checkpoints.checkpoint import (
+    Checkpoint,
+    TensorNaming,
+    check_tensor_names,
+    in_shape_and_dtype,
+    on_host,
+    to_devices,
+)
 from jchop._common.checks import check
 from jchop._quantized.products.operand_layout import OperandLayout
 from jchop._quantized.products.rule import Rule
@@ -68,9 +75,13 @@ def fill_model(source: Checkpoint, like: T, names: TensorNaming | None, skip: st
     check_tensor_names(source, [tensor.name for tensor in tensors], skip)
     for _, group in groupby(tensors, key=lambda tensor: id(tensor.entry)):
         parts = list(group)
-        codes_by_key = {part.key: q for part in parts if (q := part.put(source.read(part.name, exact))) is not None}
-        if codes_by_key:
-            _attach_packed_params(parts[0], codes_by_key)
+        with on_host():
+            codes_by_key = {part.key: q for part in parts if (q := part.put(source.read(part.name, exact))) is not None}
+            if codes_by_key:
+                _attach_packed_params(parts[0], codes_by_key)
+        for part in parts:
+            variable = getattr(part.entry.module, part.key) if part.key in codes_by_key else part.variable
+            variable.set_value(to_devices(variable.get_value(), None))
     for keys, value in nnx.to_flat_state(nnx.state(result)):
         if isinstance(jax.tree.leaves(value)[0], jax.ShapeDtypeStruct):
             raise ValueError(f"like has no value for {'/'.join(map(str, keys))!r}, and a checkpoint has none")
@@ -147,18 +158,16 @@ class _ModelTensor(NamedTuple):
             raise ValueError(f"{self.key} at {self.entry.paths[0]!r}: {error}") from None
 
     def put(self, value: np.ndarray | QArray) -> QArray | None:
-        """Gives the model the array of a checkpoint; one that is packed comes back."""
+        """Gives the model the array of a checkpoint, on the host if it has no sharding; a packed one comes back."""
         form, current = self._form, self.variable.get_value()
         shape = current.shape if form is None else form.file_shape
         dtype = (isinstance(value, QArray) and getattr(self.entry.module, "dtype", None)) or current.dtype
         numbers = in_shape_and_dtype(self.name, value, shape, dtype)
         if isinstance(numbers, QArray):
-            with jax.enable_x64(True):  # as `load_checkpoint`
-                numbers = jax.tree.map(jnp.asarray, numbers)
-                return numbers if form is None else numbers.reshape(form.layout.shape(form.shape))
+            return numbers if form is None else numbers.reshape(form.layout.shape(form.shape))
         numbers = numbers if form is None else form.layout.back(numbers, form.shape)
         sharding = named_sharding_of(current)
-        self.variable.set_value(jnp.asarray(numbers) if sharding is None else jax.device_put(numbers, sharding))
+        self.variable.set_value(numbers if sharding is None else jax.device_put(numbers, sharding))
         return None
 
 

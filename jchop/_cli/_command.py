@@ -253,7 +253,7 @@ class Command:
     """
 
     name: str
-    run: Callable[[argparse.Namespace], None]
+    run: Callable[[argparse.Namespace], int | None]
     help: str
     arguments: Sequence[CommandArgument]
     description: str | None = None

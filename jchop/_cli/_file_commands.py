@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from jchop._checkpoints.checkpoint import LAYOUT_NAMES, OWN_LAYOUT, Checkpoint, open_checkpoint
+from jchop._checkpoints.findings import Finding, checkpoint_findings
 from jchop._checkpoints.table import fields_beside_weights
 from jchop._checkpoints.writer import SHARD_BYTES, convert_checkpoint
 from jchop._cli import _command as cli
@@ -46,9 +47,17 @@ def _run_quantize(options: argparse.Namespace) -> None:
         cli.print_written(options.target)
 
 
-def _run_inspect(options: argparse.Namespace) -> None:
+def _run_inspect(options: argparse.Namespace) -> int:
     with open_checkpoint(options.file, options.layout) as source:
-        print(_checkpoint_contents(source, options.json))
+        if not options.check:
+            print(_checkpoint_contents(source, options.json))
+            return 0
+        findings = list(checkpoint_findings(source))
+    if findings or options.json:
+        cli.print_rows([Finding._fields, *findings], "<<", options.json)
+    else:
+        print("no faults")
+    return 1 if findings else 0
 
 
 # -- rules -------------------------------------------------------------------------------------------------------------
@@ -118,8 +127,13 @@ INSPECT = cli.Command(
     (
         cli.argument("file", "FILE", "a safetensors or GGUF file, or a folder of a model", type=Path),
         cli.argument("--layout", help="its layout; default auto", default="auto", choices=("auto", *LAYOUT_NAMES)),
+        cli.flag("--check", "list faults, one in a row; exit status 1 if there are any"),
         cli.argument("--json"),
     ),
+    "Lists the arrays of a checkpoint. With --check it reads every array, and lists damaged arrays, NaN,\n"
+    "scales of zero, shapes that contradict config.json, missing layers and heads, and NVFP4 scales that\n"
+    "look inverted.",
+    "examples:\n  jchop inspect model-awq\n  jchop inspect model-awq --check --json",
 )
 
 

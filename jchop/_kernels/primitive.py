@@ -403,6 +403,14 @@ def devices_at_hand() -> dict[tuple[str, str, bool], int]:
     return counts
 
 
+def host_device() -> Any:
+    """The CPU of JAX, for arrays that no other device need hold whole; None if JAX was told to have none."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
+
+
 def by_platform(otherwise: Callable[..., Any], *arrays: Any, **on: Callable[..., Any]) -> Any:
     """One function in programs for a platform (``cpu=``, ``tpu=``), another in those for others; the lowering chooses.
 
