@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -36,7 +36,7 @@ from jchop.formats.scaled.catalogue import mxfp4, nvfp4
 _GGUF_MAGIC = b"GGUF"
 #: The number of bytes of a value by type; strings (8) and arrays (9) have their own.
 _VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-_STRING_TYPE, _ARRAY_TYPE, _UINT32_TYPE = 8, 9, 4
+_STRING_TYPE, _ARRAY_TYPE, _UINT32_TYPE, _INT32_TYPE, _FLOAT32_TYPE, _BOOL_TYPE = 8, 9, 4, 5, 6, 7
 _ALIGNMENT_KEY = "general.alignment"
 #: The longest name, in bytes; the most axes of a tensor; the most strings in an array; the deepest arrays.
 _LONGEST_NAME, _MOST_GGUF_AXES, _MOST_STRINGS, _DEEPEST = 1 << 12, 4, 1 << 21, 3
@@ -198,9 +198,7 @@ def gguf_header(
         ValueError: for a name that is too long, or too many axes.
     """
     if keys is None:
-        data = _string_bytes("general.quantization_version") + _int_bytes(_UINT32_TYPE, 4) + _int_bytes(2, 4)
-        data += _string_bytes("general.architecture") + _int_bytes(_STRING_TYPE, 4) + _string_bytes("unknown")
-        keys = GGUFKeys(2, data)
+        keys = gguf_keys_of({"general.quantization_version": 2, "general.architecture": "unknown"})
     header = _GGUF_MAGIC + _int_bytes(3, 4) + _int_bytes(len(tensors), 8) + _int_bytes(keys.count, 8) + keys.data
     at, places = 0, {}
     for name, (kind, shape, nbytes) in tensors.items():
@@ -212,6 +210,27 @@ def gguf_header(
         at += -(-nbytes // keys.alignment) * keys.alignment
     header += bytes(-len(header) % keys.alignment)
     return header, {name: len(header) + place for name, place in places.items()}, len(header) + at
+
+
+def gguf_keys_of(values: Mapping[str, Any]) -> GGUFKeys:
+    """Keys with booleans, unsigned integers, floats, texts, lists of texts, and arrays of int32 and float32."""
+    return GGUFKeys(len(values), b"".join(_string_bytes(name) + _value_bytes(value) for name, value in values.items()))
+
+
+def _value_bytes(value: Any) -> bytes:
+    """A value, after its type."""
+    if isinstance(value, bool):
+        return _int_bytes(_BOOL_TYPE, 4) + _int_bytes(value, 1)
+    if isinstance(value, int):
+        return _int_bytes(_UINT32_TYPE, 4) + _int_bytes(value, 4)
+    if isinstance(value, float):
+        return _int_bytes(_FLOAT32_TYPE, 4) + np.array(value, "<f4").tobytes()
+    if isinstance(value, str):
+        data = value.encode("utf-8")
+        return _int_bytes(_STRING_TYPE, 4) + _int_bytes(len(data), 8) + data
+    kind = _STRING_TYPE if isinstance(value, list) else _INT32_TYPE if value.dtype == np.int32 else _FLOAT32_TYPE
+    data = b"".join(map(_string_bytes, value)) if isinstance(value, list) else value.tobytes()
+    return _int_bytes(_ARRAY_TYPE, 4) + _int_bytes(kind, 4) + _int_bytes(len(value), 8) + data
 
 
 def _int_bytes(value: int, size: int) -> bytes:

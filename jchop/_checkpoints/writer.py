@@ -31,6 +31,7 @@ from jchop._checkpoints.checkpoint import (
 )
 from jchop._checkpoints.compressed_tensors import activation_arguments, only_read
 from jchop._checkpoints.gguf import GGUF_BLOCKS, GGUFKeys, gguf_header
+from jchop._checkpoints.gguf_models import gguf_model
 from jchop._checkpoints.layouts import TORCHAO_CONFIG
 from jchop._checkpoints.row import LayoutRow, group_lengths, pieces
 from jchop._checkpoints.table import CONFIG_FIELD, INPUT_ACTIVATIONS, LAYOUTS, WEIGHT_NAME, CheckpointLayout
@@ -59,14 +60,14 @@ class WriteOptions:
 
     Args:
         layout: of `LAYOUT_NAMES`.
-        config: fields of ``config.json`` of a folder. Default: none.
+        config: fields of ``config.json`` of a folder, or of the model in a GGUF file. Default: none.
         exact: whether every number must stay the same. Default True.
         shard_bytes: bytes of arrays in one file of a folder. Default 256 MiB.
         run: a text that differs if the arrays do. Default: none; then no run goes on, and nothing is left of one that
             fails.
         others: files that are copied into a folder, unless it has one of that name. Default: none.
         progress: function of a name, the bytes that are done, and the total.
-        gguf_keys: of a GGUF file. Default: the fewest.
+        gguf_keys: of a GGUF file. Default: those of the model of `config`, if llama.cpp knows it, else the fewest.
     """
 
     layout: str
@@ -407,6 +408,12 @@ def _write_gguf(jobs: Sequence[WriteJob], target: Path, options: WriteOptions) -
     Raises:
         ValueError: for an array that no type of GGUF holds.
     """
+    keys = options.gguf_keys
+    if keys is None and (model := gguf_model(options.config, options.others, [job.name for job in jobs])) is not None:
+        keys, arrays, more = model
+        changes = [(job, *arrays[job.name]) for job in jobs]
+        jobs = [WriteJob(name, job.nbytes, lambda job=job, f=change: f(job.make())) for job, name, change in changes]
+        jobs += [WriteJob(name, value.nbytes, lambda value=value: value) for name, value in more.items()]
     total, position = 2 * sum(job.nbytes for job in jobs), 0
     places: dict[str, tuple[int, tuple[int, ...], int]] = {}
     for job in jobs:
@@ -416,7 +423,7 @@ def _write_gguf(jobs: Sequence[WriteJob], target: Path, options: WriteOptions) -
         position += job.nbytes
         options.progress(job.name, position, total)
 
-    header, starts, end = gguf_header(places, options.gguf_keys)
+    header, starts, end = gguf_header(places, keys)
 
     def write(file: Any) -> None:
         at = position
@@ -483,7 +490,8 @@ def save_checkpoint(
         layout: as in `jchop.load_checkpoint`, without ``"auto"`` and those that are only read: ``"modelopt"`` and
             ``"mlx"``. ``"plain"`` writes the numbers of QArrays.
         names: a function that gives a tensor's name in the file for that by its path. Default: the same.
-        config: fields for ``config.json`` of a folder; ``quantization_config`` is added. Default: none.
+        config: fields for ``config.json`` of a folder; ``quantization_config`` is added. A GGUF file of a model of
+            Llama, Mistral, Qwen2, Qwen3 or Gemma has keys and names of llama.cpp by it. Default: none.
         exact: whether an array whose numbers would change in their last bit (NVFP4) is an error. Default True.
         shard_bytes: the bytes of arrays in one file of a folder. Default 256 MiB.
 
