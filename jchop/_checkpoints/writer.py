@@ -133,7 +133,7 @@ def _write_folder(jobs: Sequence[WriteJob], target: Path, options: WriteOptions)
         try:
             for number, (name, part) in enumerate(zip(names, plan, strict=True)):
                 if number == len(records):
-                    records.append(_write_tensors(target / name, part, options, position, total))
+                    records.append(_write_tensors(target / name, part, options, position, total, before=records))
                     _write_journal(target, facts, records)
                 position += sum(job.nbytes for job in part)
                 options.progress(name, position, total)
@@ -159,11 +159,7 @@ def _write_index_and_config(
     target: Path, names: Sequence[str], records: Sequence[Mapping[str, Any]], options: WriteOptions
 ) -> None:
     """Writes the index and the configuration."""
-    record = LayoutRecord()
-    for one in records:
-        record.rows |= one["rows"]
-        record.plain |= one["plain"]
-    full_config = record.full_config(options.layout, options.config)
+    full_config = LayoutRecord.joined(records).full_config(options.layout, options.config)
     if len(names) > 1:
         homes = {tensor: name for name, one in zip(names, records, strict=True) for tensor in one["tensors"]}
         _write_json(
@@ -218,9 +214,19 @@ def _facts_digest(*facts: Any) -> str:
 
 
 def _write_tensors(
-    path: Path, jobs: Sequence[WriteJob], options: WriteOptions, position: int, total: int, config: bool = True
+    path: Path,
+    jobs: Sequence[WriteJob],
+    options: WriteOptions,
+    position: int,
+    total: int,
+    *,
+    config: bool = True,
+    before: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Writes one file, with at most `shard_bytes` of tensors in memory; the record of it."""
+    """Writes one file, with at most `shard_bytes` of tensors in memory; the record of it.
+
+    Its metadata have the facts of the files before it, too: transformers takes the names in the last one for all.
+    """
     record, places, tensors = LayoutRecord(config=config), dict[str, int](), dict[str, safetensors.TensorEntry]()
     with tempfile.SpooledTemporaryFile(options.shard_bytes, dir=str(path.parent)) as file:  # until the header is known
         for job in jobs:
@@ -238,7 +244,9 @@ def _write_tensors(
             size = math.prod(tensors[name].shape) * tensors[name].dtype.itemsize
             return np.frombuffer(file.read(size), np.uint8).view(tensors[name].dtype)
 
-        safetensors.write_tensors(path, entries, record.metadata(options.layout), read)
+        whole = LayoutRecord.joined([*before, {"rows": record.rows, "plain": record.plain}])
+        metadata = (record if options.layout == OWN_LAYOUT else whole).metadata(options.layout)
+        safetensors.write_tensors(path, entries, metadata, read)
     size = sum(entry.nbytes for entry in entries.values())
     return {"rows": record.rows, "plain": record.plain, "tensors": list(entries), "size": size}
 
@@ -301,6 +309,15 @@ class LayoutRecord:
     rows: dict[str, Any] = field(default_factory=dict)
     plain: dict[str, int] = field(default_factory=dict)
     config: bool = True
+
+    @classmethod
+    def joined(cls, records: Sequence[Mapping[str, Any]]) -> LayoutRecord:
+        """The arrays of several files."""
+        result = cls()
+        for one in records:
+            result.rows |= one["rows"]
+            result.plain |= one["plain"]
+        return result
 
     def add(
         self, layout: str, name: str, value: ModelArray, exact: bool, activation: Spec | None = None
