@@ -15,23 +15,14 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jchop._checkpoints.layouts import offset_array
-from jchop._checkpoints.row import (
-    cast_exactly,
-    integer_array,
-    over_elements,
-    pieces,
-    qarray_of_codes,
-    replace_zero_scales,
-    unsigned_pieces,
-)
+from jchop._checkpoints.layouts import nvfp4_array_of_one, offset_array
+from jchop._checkpoints.row import cast_exactly, integer_array, over_elements, pieces, qarray_of_codes, unsigned_pieces
 from jchop._common.checks import check, place_in_errors
 from jchop._common.files import MOST_ENTRIES, RegularFile, open_regular_file, short_text
 from jchop._storage._array import QArray
 from jchop._storage._axis_groupings import OWN_SCALE, AxisGrouping
 from jchop.formats import IntegerFormat
-from jchop.formats._catalogue import float8_e4m3fn
-from jchop.formats.scaled.catalogue import mxfp4, nvfp4
+from jchop.formats.scaled.catalogue import mxfp4
 
 _GGUF_MAGIC = b"GGUF"
 #: The number of bytes of a value by type; strings (8) and arrays (9) have their own.
@@ -375,11 +366,8 @@ def _read_mxfp4_blocks(blocks: np.ndarray) -> QArray:
 
 def _read_nvfp4_blocks(blocks: np.ndarray) -> QArray:
     scale = _code_rows(blocks[..., :4])
-    check(bool((scale < 127).all()), "a scale is no number of e4m3 from 0 to 448")
     codes = _code_rows(_bit_fields(blocks[..., 4:].reshape(*blocks.shape[:2], 4, 8), 4))
-    kinds = _row_kinds(codes, scale)
-    codes, scale = replace_zero_scales(codes, scale, kinds, codes & np.uint8(8), 0x38)
-    return qarray_of_codes(codes, (scale, np.ones((), np.float32)), None, nvfp4(scale=float8_e4m3fn))
+    return nvfp4_array_of_one(codes, scale)
 
 
 # -- 256 numbers, with integer scales of 16 or 32 numbers --------------------------------------------------------------

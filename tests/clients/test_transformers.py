@@ -204,3 +204,18 @@ def test_jchop_reads_what_transformers_writes(case: str, model: str, dtype: str,
     expected = load(tmp_path / "plain", dtype)
     error = 2.0**-6  # products in the packages' own ways
     np.testing.assert_allclose(logits(made), wanted := logits(expected), rtol=0, atol=error * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_jchop_reads_llm_int8(dtype: str, tmp_path: Path) -> None:
+    """The numbers are those of bitsandbytes, which rounds once more."""
+    functional = pytest.importorskip("bitsandbytes").functional
+    new_model("llama", dtype).save_pretrained(tmp_path / "source")
+    options = {"quantization_config": transformers.BitsAndBytesConfig(load_in_8bit=True)}
+    auto = transformers.AutoModelForCausalLM
+    made = auto.from_pretrained(tmp_path / "source", dtype=getattr(torch, dtype), **options)
+    made.save_pretrained(tmp_path / "theirs")
+    tree = jc.load_checkpoint(tmp_path / "theirs")
+    for name, module in modules(made).items():
+        wanted = functional.int8_vectorwise_dequant(module.weight.data, module.weight.SCB).float().numpy()
+        np.testing.assert_allclose(np.asarray(jc.dequantize(tree[f"{name}.weight"])), wanted, rtol=2.0**-22, atol=0)
