@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,10 @@ import ml_dtypes
 import numpy as np
 
 Tensors = dict[str, np.ndarray]
-F8, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
+F8, E8, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu, ml_dtypes.bfloat16
 DTYPES = {
     "U8": np.uint8, "I8": np.int8, "I16": np.int16, "I32": np.int32, "I64": np.int64, "F16": np.float16,
-    "U32": np.uint32, "BF16": BF16, "F32": np.float32, "F8_E4M3": F8, "BOOL": np.bool_,
+    "U32": np.uint32, "BF16": BF16, "F32": np.float32, "F8_E4M3": F8, "F8_E8M0": E8, "BOOL": np.bool_,
 }  # fmt: skip
 NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -385,6 +385,51 @@ def mlx_case(bits: int, group: int, dtype: Any = np.float16) -> Case:
     return Case("mlx", make, values, {"bits": bits, "group_size": group})
 
 
+def mlx_mode_case(mode: str) -> Case:
+    bits, group = (8 if mode == "mxfp8" else 4), (16 if mode == "nvfp4" else 32)
+
+    def make(rng: np.random.Generator) -> Tensors:
+        codes = rng.integers(0, 16, (3, 64)).astype(np.uint8)
+        codes = bytes8(rng, (3, 64)).view(np.uint8) if bits == 8 else codes
+        scales = rng.integers(0, 127, (3, 64 // group)).astype(np.uint8)
+        return {"w.weight": words(codes, bits).view(np.uint32), "w.scales": scales, "norm.scales": np.ones(3, F8)}
+
+    def values(t: Tensors) -> np.ndarray:
+        codes, stored = codes_of(t["w.weight"], bits, 64).astype(np.uint8), t["w.scales"]
+        scale = stored.view(F8).astype(np.float32) if mode == "nvfp4" else np.float32(2) ** (stored.astype(int) - 127)
+        return (codes.view(F8).astype(np.float32) if bits == 8 else E2M1[codes]) * spread(scale, (3, 64))
+
+    return Case("mlx", make, values, {"bits": bits, "group_size": group, "mode": mode})
+
+
+def deepseek_v4_case(scale: str, expert: bool) -> Case:
+    shape = (3, 64) if expert else (130, 260)
+
+    def make(rng: np.random.Generator) -> Tensors:
+        exponents = rng.integers(100, 150, (3, 2) if expert else (2, 3)).astype(np.uint8).view(E8)
+        weight = rng.integers(-128, 128, (3, 32)).astype(np.int8) if expert else bytes8(rng, shape)
+        return {"w.weight": weight, f"w.{scale}": exponents}
+
+    def values(t: Tensors) -> np.ndarray:
+        weight, factors = t["w.weight"], t[f"w.{scale}"].astype(np.float32)
+        if expert:
+            return E2M1[nibbles(weight.view(np.uint8))] * np.repeat(factors, 32, 1)
+        return weight.astype(np.float32) * np.repeat(np.repeat(factors, 128, 0)[:130], 128, 1)[:, :260]
+
+    return Case("fp8", make, values, {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"})
+
+
+def make_llm_int8(rng: np.random.Generator) -> Tensors:
+    most = np.abs(rng.standard_normal(4)).astype(np.float32)
+    codes = rng.integers(-127, 128, (4, 6)).astype(np.int8)
+    return {"w.weight": codes, "w.SCB": most, "w.weight_format": np.zeros((), np.uint8)}
+
+
+def values_llm_int8(t: Tensors) -> np.ndarray:
+    return t["w.weight"].astype(np.float32) * (t["w.SCB"] * np.float32(1 / 127))[:, None]
+
+
+_LLM_INT8 = {"quant_method": "bitsandbytes", "load_in_8bit": True}
 _MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 
 CASES: dict[str, Case] = {
@@ -398,6 +443,12 @@ CASES: dict[str, Case] = {
     ),
     **{f"mlx {bits} bits": mlx_case(bits, 32) for bits in (2, 3, 4, 5, 6, 8)},
     "mlx of bfloat16": mlx_case(4, 64, BF16),
+    **{f"mlx {mode}": mlx_mode_case(mode) for mode in ("mxfp4", "mxfp8", "nvfp4")},
+    "DeepSeek-V4 tiles": deepseek_v4_case("scale", False),
+    "DeepSeek-V4 experts": deepseek_v4_case("scale", True),
+    "DeepSeek experts": deepseek_v4_case("weight_scale_inv", True),
+    "DeepSeek tiles of e8m0": deepseek_v4_case("weight_scale_inv", False),
+    "LLM.int8": Case("llm_int8", make_llm_int8, values_llm_int8, _LLM_INT8),
     "int4 symmetric": packed_case(4, 32, True),
     "int4 asymmetric": packed_case(4, 32, False),
     "int4 asymmetric, one group": packed_case(4, 70, False),
@@ -424,6 +475,13 @@ CASES: dict[str, Case] = {
     "gptq 8 bits": gptq_case(8, 1),
     "gptq act order": gptq_case(2, 1, order=True),
     "gptq_v2": gptq_case(4, 2),
+    **{
+        f"auto-round {number}": replace(
+            case := gptq_case(4, number), writes=None,
+            config=case.config | {"quant_method": "auto-round", "packing_format": f"auto_round:{form}"},
+        )
+        for number, form in ((1, "auto_gptq"), (2, "gptqmodel"))
+    },
     "awq": Case("awq", make_awq, values_awq, {"quant_method": "awq", "bits": 4}, writes="int4(group=32,scale=float16)"),
     "fp8": float8_case((2, 3), (130, 300), "fp8", "float8_e4m3fn(group=(128,128))", 128),
     "nf4": bnb_case((4, 128), 64, False, "nf4(group=64)"),

@@ -536,6 +536,33 @@ MXFP4_ROW = _mx_row("mxfp4-pack-quantized", mxfp4, ("weight_packed", "weight_sca
 MXFP8_ROW = _mx_row("mxfp8-quantized", mxfp8_e4m3, _SCALED_PARTS, _LOOK_FOR_MXFP8)
 
 
+# DeepSeek-V4 has such tiles and mxfp4 experts in one model, and calls both scales ``scale``. Definition:
+# https://huggingface.co/deepseek-ai/DeepSeek-V4-Flash, `inference/convert.py`.
+
+
+def _read_point_tiles(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
+    return _read_tiles({"weight": parts["weight"], "weight_scale_inv": parts["scale"]}, facts)
+
+
+def _deepseek_experts(scale: str) -> row.LayoutRow:
+    def read(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
+        return MXFP4_ROW.read(
+            {"weight_packed": parts["weight"].view(row.BYTE), "weight_scale": parts[scale].view(row.BYTE)}, facts
+        )
+
+    look = row.look_for_matrix("weight", row.INT8, each=2, **{scale: row.EXPONENT8})
+    return row.LayoutRow("mxfp4 experts", (scale, "weight"), look, read, only_read, _TILE_FITS)
+
+
+DEEPSEEK_V4_ROWS = (
+    row.LayoutRow(
+        "fp8 of DeepSeek-V4", ("scale", "weight"), row.look_for_matrix("weight", row.FLOAT8), _read_point_tiles,
+        only_read, _TILE_FITS,
+    ),
+    _deepseek_experts("scale"), _deepseek_experts("weight_scale_inv"),
+)  # fmt: skip
+
+
 # -- gpt-oss: mxfp4 of any number of axes, each group in 16 bytes ------------------------------------------------------
 
 

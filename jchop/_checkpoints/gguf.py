@@ -10,33 +10,24 @@ import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from jchop._checkpoints.layouts import offset_array
-from jchop._checkpoints.row import (
-    cast_exactly,
-    integer_array,
-    over_elements,
-    pieces,
-    qarray_of_codes,
-    replace_zero_scales,
-    unsigned_pieces,
-)
+from jchop._checkpoints.layouts import nvfp4_array_of_one, offset_array
+from jchop._checkpoints.row import cast_exactly, integer_array, over_elements, pieces, qarray_of_codes, unsigned_pieces
 from jchop._common.checks import check, place_in_errors
 from jchop._common.files import MOST_ENTRIES, RegularFile, open_regular_file, short_text
 from jchop._storage._array import QArray
 from jchop._storage._axis_groupings import OWN_SCALE, AxisGrouping
 from jchop.formats import IntegerFormat
-from jchop.formats._catalogue import float8_e4m3fn
-from jchop.formats.scaled.catalogue import mxfp4, nvfp4
+from jchop.formats.scaled.catalogue import mxfp4
 
 _GGUF_MAGIC = b"GGUF"
 #: The number of bytes of a value by type; strings (8) and arrays (9) have their own.
 _VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-_STRING_TYPE, _ARRAY_TYPE, _UINT32_TYPE = 8, 9, 4
+_STRING_TYPE, _ARRAY_TYPE, _UINT32_TYPE, _INT32_TYPE, _FLOAT32_TYPE, _BOOL_TYPE = 8, 9, 4, 5, 6, 7
 _ALIGNMENT_KEY = "general.alignment"
 #: The longest name, in bytes; the most axes of a tensor; the most strings in an array; the deepest arrays.
 _LONGEST_NAME, _MOST_GGUF_AXES, _MOST_STRINGS, _DEEPEST = 1 << 12, 4, 1 << 21, 3
@@ -198,9 +189,7 @@ def gguf_header(
         ValueError: for a name that is too long, or too many axes.
     """
     if keys is None:
-        data = _string_bytes("general.quantization_version") + _int_bytes(_UINT32_TYPE, 4) + _int_bytes(2, 4)
-        data += _string_bytes("general.architecture") + _int_bytes(_STRING_TYPE, 4) + _string_bytes("unknown")
-        keys = GGUFKeys(2, data)
+        keys = gguf_keys_of({"general.quantization_version": 2, "general.architecture": "unknown"})
     header = _GGUF_MAGIC + _int_bytes(3, 4) + _int_bytes(len(tensors), 8) + _int_bytes(keys.count, 8) + keys.data
     at, places = 0, {}
     for name, (kind, shape, nbytes) in tensors.items():
@@ -212,6 +201,27 @@ def gguf_header(
         at += -(-nbytes // keys.alignment) * keys.alignment
     header += bytes(-len(header) % keys.alignment)
     return header, {name: len(header) + place for name, place in places.items()}, len(header) + at
+
+
+def gguf_keys_of(values: Mapping[str, Any]) -> GGUFKeys:
+    """Keys with booleans, unsigned integers, floats, texts, lists of texts, and arrays of int32 and float32."""
+    return GGUFKeys(len(values), b"".join(_string_bytes(name) + _value_bytes(value) for name, value in values.items()))
+
+
+def _value_bytes(value: Any) -> bytes:
+    """A value, after its type."""
+    if isinstance(value, bool):
+        return _int_bytes(_BOOL_TYPE, 4) + _int_bytes(value, 1)
+    if isinstance(value, int):
+        return _int_bytes(_UINT32_TYPE, 4) + _int_bytes(value, 4)
+    if isinstance(value, float):
+        return _int_bytes(_FLOAT32_TYPE, 4) + np.array(value, "<f4").tobytes()
+    if isinstance(value, str):
+        data = value.encode("utf-8")
+        return _int_bytes(_STRING_TYPE, 4) + _int_bytes(len(data), 8) + data
+    kind = _STRING_TYPE if isinstance(value, list) else _INT32_TYPE if value.dtype == np.int32 else _FLOAT32_TYPE
+    data = b"".join(map(_string_bytes, value)) if isinstance(value, list) else value.tobytes()
+    return _int_bytes(_ARRAY_TYPE, 4) + _int_bytes(kind, 4) + _int_bytes(len(value), 8) + data
 
 
 def _int_bytes(value: int, size: int) -> bytes:
@@ -356,11 +366,8 @@ def _read_mxfp4_blocks(blocks: np.ndarray) -> QArray:
 
 def _read_nvfp4_blocks(blocks: np.ndarray) -> QArray:
     scale = _code_rows(blocks[..., :4])
-    check(bool((scale < 127).all()), "a scale is no number of e4m3 from 0 to 448")
     codes = _code_rows(_bit_fields(blocks[..., 4:].reshape(*blocks.shape[:2], 4, 8), 4))
-    kinds = _row_kinds(codes, scale)
-    codes, scale = replace_zero_scales(codes, scale, kinds, codes & np.uint8(8), 0x38)
-    return qarray_of_codes(codes, (scale, np.ones((), np.float32)), None, nvfp4(scale=float8_e4m3fn))
+    return nvfp4_array_of_one(codes, scale)
 
 
 # -- 256 numbers, with integer scales of 16 or 32 numbers --------------------------------------------------------------

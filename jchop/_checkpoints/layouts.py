@@ -17,11 +17,11 @@ from jchop._checkpoints.compressed_tensors import integer_array_by_index, only_r
 from jchop._common.checks import check, place_in_errors
 from jchop._common.files import json_object, short_text
 from jchop._storage._array import QArray
-from jchop._storage._axis_groupings import OWN_SCALE, AxisGrouping, grouping_fields
+from jchop._storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping, grouping_fields
 from jchop._storage._files.safetensors import are_counts
 from jchop.formats import IntegerFormat, ScaledFormat
 from jchop.formats._catalogue import float8_e4m3fn
-from jchop.formats.scaled.catalogue import nf4
+from jchop.formats.scaled.catalogue import mxfp4, mxfp8_e4m3, nf4, nvfp4
 
 _GPTQ_PARTS = ("qweight", "qzeros", "scales")
 #: Widths of AutoGPTQ.
@@ -178,10 +178,15 @@ AWQ = row.LayoutRow("awq", _GPTQ_PARTS, _look_awq, _read_awq, _write_awq, "int4(
 # s u + b in float32. Scales of both signs are usual.
 
 
+def _mlx_facts(facts: row.LayoutFacts) -> row.LayoutFacts:
+    """The fields of a module: its own, or those of all."""
+    own = facts.get(str(facts.get("module")))
+    return own if isinstance(own, dict) else facts
+
+
 def _mlx_bits(facts: row.LayoutFacts, words: int, groups: int) -> int:
     """The width of the codes of a module, which its own field of the configuration may have."""
-    own = facts.get(str(facts.get("module")))
-    own = own if isinstance(own, dict) else facts
+    own = _mlx_facts(facts)
     bits = row.fact_field(own, "bits", int, row.fact_field(facts, "bits", int, 4))
     size = row.fact_field(own, "group_size", int, row.fact_field(facts, "group_size", int, 64))
     mode = own.get("mode", "affine")
@@ -213,6 +218,58 @@ def _look_mlx(entries: row.TensorEntries) -> tuple[int, ...] | None:
 
 
 MLX_ROW = row.LayoutRow("mlx", ("biases", "weight", "scales"), _look_mlx, _read_mlx, only_read, "")
+#: The formats of the modes without biases: the scales of groups are bytes.
+MLX_MODES = {"mxfp4": mxfp4, "mxfp8": mxfp8_e4m3, "nvfp4": nvfp4(scale=float8_e4m3fn)}
+
+
+def _read_mlx_mode(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
+    words, scale, mode = parts["weight"], parts["scales"], _mlx_facts(facts).get("mode", facts.get("mode"))
+    check(type(mode) is str and mode in MLX_MODES, f"mode={short_text(mode)} is not one of {', '.join(MLX_MODES)}")
+    fmt = MLX_MODES[str(mode)]
+    codes = row.codes_from_words(words, fmt.element.bits, words.shape[1] * 32 // fmt.element.bits)
+    counts = (codes.shape[0], codes.shape[1] // fmt.group)
+    check(codes.shape[1] % fmt.group == 0 and scale.shape == counts, f"scales of {mode} must have shape {list(counts)}")
+    if mode == "nvfp4":
+        return nvfp4_array_of_one(codes, scale)
+    check(not (scale == 255).any(), "a scale is 255, the code of NaN")
+    return row.qarray_of_codes(codes, scale, None, fmt)
+
+
+def nvfp4_array_of_one(codes: np.ndarray, scale: np.ndarray) -> QArray:
+    """Codes of e2m1 under scales of e4m3 for 16 numbers, with a tensor scale of one."""
+    check(bool((scale < 127).all()), "a scale is no number of e4m3 from 0 to 448")
+    kinds = [OWN_SCALE, 16]
+    codes, scale = row.replace_zero_scales(codes, scale, kinds, codes & np.uint8(8), 0x38)
+    return row.qarray_of_codes(codes, (scale, np.ones((), np.float32)), None, MLX_MODES["nvfp4"])
+
+
+def _look_mlx_mode(entries: row.TensorEntries) -> tuple[int, ...] | None:
+    words, scale = entries["weight"], entries["scales"]
+    return words.shape if row.is_matrix(words, np.dtype("<u4")) and row.is_matrix(scale, row.BYTE) else None
+
+
+MLX_MODE_ROW = row.LayoutRow("mlx floats", ("scales", "weight"), _look_mlx_mode, _read_mlx_mode, only_read, "")
+
+
+# -- LLM.int8 of bitsandbytes: int8 and the largest number of each row -------------------------------------------------
+
+# Definition: https://github.com/bitsandbytes-foundation/bitsandbytes, `functional.py` (`int8_vectorwise_dequant`). It
+# multiplies codes by ``SCB`` and the product by 1 / 127; the scale here is their product, rounded once.
+
+
+def _read_llm_int8(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
+    codes, most, order = parts["weight"], parts["SCB"], parts.get("weight_format")
+    check(order is None or bool((order == 0).all()), "weight_format is not 0, that of rows")
+    ok = most.dtype == np.float32 and most.shape == codes.shape[:1]
+    check(ok, f"SCB must be float32 of shape {list(codes.shape[:1])}")
+    scale = row.as_scales(most, codes.shape).reshape(-1, 1) * np.float32(1 / 127)
+    return row.integer_array(codes.view(np.uint8) ^ np.uint8(128), scale, None, 8, [OWN_SCALE, WHOLE_AXIS])
+
+
+LLM_INT8_ROW = row.LayoutRow(
+    "LLM.int8", ("SCB", "weight"), row.look_for_matrix("weight", row.INT8), _read_llm_int8, only_read, "",
+    ("weight_format",),
+)  # fmt: skip
 
 
 # -- bitsandbytes' NF4: codes of the flat weight, the first in the high nibble, with or without double quantization ----

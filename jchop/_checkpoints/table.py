@@ -86,6 +86,11 @@ class CheckpointLayout:
             return list(dict.fromkeys(owner for owner in owners if owner.strip(".")))
         stem = self.stem("")
         matches = ((name, anchor) for name in entries for anchor in anchors if has_anchor(name, stem, anchor))
+        matches = (
+            (name, anchor)
+            for name, anchor in matches
+            if anchor not in _COMMON_ANCHORS or name.removesuffix(anchor) + WEIGHT_NAME in entries
+        )
         return list(dict.fromkeys(name[: -len(stem + anchor)].removesuffix(".") for name, anchor in matches))
 
     def has_pair(self, entries: Mapping[str, TensorEntry]) -> bool:
@@ -173,6 +178,10 @@ def _names_starting(names: Sequence[str], stem: str) -> Iterator[str]:
     return takewhile(lambda name: name.startswith(stem), map(names.__getitem__, later))
 
 
+#: Anchors that arrays of other kinds have, too: the scale of a norm, those of GPTQ.
+_COMMON_ANCHORS = {"scale", "scales"}
+
+
 def has_anchor(name: str, stem: str, anchor: str) -> bool:
     """Whether a tensor has the name of an anchor in some module."""
     end = stem + anchor
@@ -197,7 +206,7 @@ _CONFIG_VALUES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 #: Ends of names of tensors in layouts that are not read, and a name for these.
 _FOREIGN_ANCHORS = {
-    "SCB": "LLM.int8 of bitsandbytes", "quant_state.bitsandbytes__fp4": "FP4 of bitsandbytes",
+    "quant_state.bitsandbytes__fp4": "FP4 of bitsandbytes",
     "weight.bitmask": "sparse compressed-tensors", "W_q": "HQQ", "pre_quant_scale": "modelopt's AWQ",
     "q_weight": "ExLlamaV2", "_weight_qdata": "torchao, without its records in the metadata",
 }  # fmt: skip
@@ -205,7 +214,7 @@ _FOREIGN_ANCHORS = {
 _CODE_SCALE_PAIRS = {
     ("_blocks", "_scales"): "mxfp4", (".blocks", ".scales"): "mxfp4",
     (".weight", ".scales"): "MLX, HIGGS or gpt-fast", (".weight", ".scales_and_zeros"): "gpt-fast",
-    (".weight", ".scale"): "DeepSeek's inference", (".weight", ".scale_weight"): "ComfyUI",
+    (".weight", ".scale"): "fp8", (".weight", ".scale_weight"): "ComfyUI",
     (".weight", ".qscale_weight"): "Mistral", (".weight", ".weights_scaling_factor"): "TensorRT-LLM",
     (".qvalue", ".scale"): "jchop, without their record in the metadata", ("._data", "._scale"): "quanto",
     ("._data._data", "._scale"): "quanto", (".codes", ".codebooks"): "AQLM",
@@ -229,7 +238,7 @@ def code_scale_pairs(entries: Mapping[str, TensorEntry], layout: str) -> dict[st
             other = _CODE_SCALE_PAIRS[codes, scales]
             if not path.endswith(codes) or beside not in entries or other == layout:
                 continue
-            if layout == "mlx" and beside.removesuffix("scales") + layouts.MLX_ROW.anchor in entries:
+            if layout == "mlx" and scales == ".scales":
                 continue
             if not any(has_anchor(beside, "", anchor) for anchor in _ANCHOR_LAYOUTS):
                 why = f"of the layout {other}, not {layout}" if other in LAYOUTS else f"of {other}, which is not read"
@@ -253,7 +262,7 @@ def _check_layout_config(layout: str, config: LayoutFacts) -> None:
     for name, values in _CONFIG_VALUES.get(layout, {}).items():
         value = config.get(name)
         if value is not None and str(value).lower() not in values:
-            meaning = f" ({_FOREIGN_ANCHORS['SCB']})" if name == "load_in_8bit" else ""
+            meaning = " (the layout llm_int8)" if name == "load_in_8bit" else ""
             raise ValueError(
                 f"{CONFIG_FIELD} has {name}={short_text(value)}{meaning}, and read are {', '.join(values)}; {_AS_PLAIN}"
             )
@@ -386,11 +395,12 @@ _LAYOUT_LIST = (
     CheckpointLayout("gptq", (layouts.GPTQ,), _gptq_config("gptq")),
     CheckpointLayout("gptq_v2", (layouts.GPTQ_V2,), _gptq_config("gptq_v2")),
     CheckpointLayout("awq", (layouts.AWQ,), _config_of_one_form("awq")),
-    CheckpointLayout("fp8", (ct.FP8_TILES, ct.FP8_ONE_SCALE), _FP8_CONFIG),
+    CheckpointLayout("fp8", (ct.FP8_TILES, ct.FP8_ONE_SCALE, *ct.DEEPSEEK_V4_ROWS), _FP8_CONFIG),
     CheckpointLayout("bitsandbytes", (layouts.NF4_ROW,), _NF4_CONFIG, appends=True),
     CheckpointLayout("torchao", _TORCHAO_ROWS, _torchao_config, records=True),
     CheckpointLayout("modelopt", (replace(ct.MXFP8_ROW, write=ct.only_read), *ct.MODELOPT_ROWS), lambda *_: {}),
-    CheckpointLayout("mlx", (layouts.MLX_ROW,), lambda *_: {}),
+    CheckpointLayout("mlx", (layouts.MLX_ROW, layouts.MLX_MODE_ROW), lambda *_: {}),
+    CheckpointLayout("llm_int8", (layouts.LLM_INT8_ROW,), lambda *_: {}),
     CheckpointLayout("mxfp4", _GPT_OSS_ROWS, _config_of_one_form("mxfp4"), appends=True),
 )
 LAYOUTS = {layout.name: layout for layout in _LAYOUT_LIST}
@@ -398,7 +408,15 @@ LAYOUTS = {layout.name: layout for layout in _LAYOUT_LIST}
 _ANCHOR_LAYOUTS: dict[str, str] = {layouts.NF4_ROW.anchor.strip("."): "bitsandbytes"}
 for _layout in LAYOUTS.values():
     for _row in () if _layout.records or _layout.appends else _layout.rows:
-        _ANCHOR_LAYOUTS.setdefault(_row.anchor, _layout.name)
+        if _row.anchor not in _COMMON_ANCHORS:
+            _ANCHOR_LAYOUTS.setdefault(_row.anchor, _layout.name)
+
+
+#: The layouts of AutoRound's formats. Definition: https://github.com/intel/auto-round, `inference/backend.py`.
+_AUTO_ROUND_LAYOUTS = {
+    "auto_round:auto_gptq": "gptq", "auto_round": "gptq_v2", "auto_round:gptqmodel": "gptq_v2",
+    "auto_round:auto_awq": "awq",
+}  # fmt: skip
 
 
 def detect_layout(source: ShardFiles) -> str | None:
@@ -413,10 +431,16 @@ def detect_layout(source: ShardFiles) -> str | None:
         method = "bitsandbytes"
     if method is None and any(has_anchor(name, "", layouts.MLX_ROW.anchor) for name in source.entries):
         method = "mlx"  # which writes no method
+    if method is None and config.get("mode") in tuple(layouts.MLX_MODES):
+        method = "mlx"
     if method is not None:
         name = method
         if method == "gptq" and "gptq_v2" in (config.get("checkpoint_format"), config.get("format")):
             name = "gptq_v2"
+        if method == "bitsandbytes" and fact_field(config, "load_in_8bit", bool, False):
+            name = "llm_int8"
+        if method == "auto-round":
+            name = _AUTO_ROUND_LAYOUTS.get(str(config.get("packing_format")))
         if not isinstance(name, str) or name not in LAYOUTS:
             raise ValueError(
                 f"{CONFIG_FIELD} has quant_method={short_text(method)}; known are {', '.join(LAYOUTS)}; {_AS_PLAIN}"

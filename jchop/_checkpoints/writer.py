@@ -31,6 +31,7 @@ from jchop._checkpoints.checkpoint import (
 )
 from jchop._checkpoints.compressed_tensors import activation_arguments, only_read
 from jchop._checkpoints.gguf import GGUF_BLOCKS, GGUFKeys, gguf_header
+from jchop._checkpoints.gguf_models import gguf_model
 from jchop._checkpoints.layouts import TORCHAO_CONFIG
 from jchop._checkpoints.row import LayoutRow, group_lengths, pieces
 from jchop._checkpoints.table import CONFIG_FIELD, INPUT_ACTIVATIONS, LAYOUTS, WEIGHT_NAME, CheckpointLayout
@@ -59,14 +60,14 @@ class WriteOptions:
 
     Args:
         layout: of `LAYOUT_NAMES`.
-        config: fields of ``config.json`` of a folder. Default: none.
+        config: fields of ``config.json`` of a folder, or of the model in a GGUF file. Default: none.
         exact: whether every number must stay the same. Default True.
         shard_bytes: bytes of arrays in one file of a folder. Default 256 MiB.
         run: a text that differs if the arrays do. Default: none; then no run goes on, and nothing is left of one that
             fails.
         others: files that are copied into a folder, unless it has one of that name. Default: none.
         progress: function of a name, the bytes that are done, and the total.
-        gguf_keys: of a GGUF file. Default: the fewest.
+        gguf_keys: of a GGUF file. Default: those of the model of `config`, if llama.cpp knows it, else the fewest.
     """
 
     layout: str
@@ -132,7 +133,7 @@ def _write_folder(jobs: Sequence[WriteJob], target: Path, options: WriteOptions)
         try:
             for number, (name, part) in enumerate(zip(names, plan, strict=True)):
                 if number == len(records):
-                    records.append(_write_tensors(target / name, part, options, position, total))
+                    records.append(_write_tensors(target / name, part, options, position, total, before=records))
                     _write_journal(target, facts, records)
                 position += sum(job.nbytes for job in part)
                 options.progress(name, position, total)
@@ -158,11 +159,7 @@ def _write_index_and_config(
     target: Path, names: Sequence[str], records: Sequence[Mapping[str, Any]], options: WriteOptions
 ) -> None:
     """Writes the index and the configuration."""
-    record = LayoutRecord()
-    for one in records:
-        record.rows |= one["rows"]
-        record.plain |= one["plain"]
-    full_config = record.full_config(options.layout, options.config)
+    full_config = LayoutRecord.joined(records).full_config(options.layout, options.config)
     if len(names) > 1:
         homes = {tensor: name for name, one in zip(names, records, strict=True) for tensor in one["tensors"]}
         _write_json(
@@ -217,9 +214,19 @@ def _facts_digest(*facts: Any) -> str:
 
 
 def _write_tensors(
-    path: Path, jobs: Sequence[WriteJob], options: WriteOptions, position: int, total: int, config: bool = True
+    path: Path,
+    jobs: Sequence[WriteJob],
+    options: WriteOptions,
+    position: int,
+    total: int,
+    *,
+    config: bool = True,
+    before: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Writes one file, with at most `shard_bytes` of tensors in memory; the record of it."""
+    """Writes one file, with at most `shard_bytes` of tensors in memory; the record of it.
+
+    Its metadata have the facts of the files before it, too: transformers takes the names in the last one for all.
+    """
     record, places, tensors = LayoutRecord(config=config), dict[str, int](), dict[str, safetensors.TensorEntry]()
     with tempfile.SpooledTemporaryFile(options.shard_bytes, dir=str(path.parent)) as file:  # until the header is known
         for job in jobs:
@@ -237,7 +244,9 @@ def _write_tensors(
             size = math.prod(tensors[name].shape) * tensors[name].dtype.itemsize
             return np.frombuffer(file.read(size), np.uint8).view(tensors[name].dtype)
 
-        safetensors.write_tensors(path, entries, record.metadata(options.layout), read)
+        whole = LayoutRecord.joined([*before, {"rows": record.rows, "plain": record.plain}])
+        metadata = (record if options.layout == OWN_LAYOUT else whole).metadata(options.layout)
+        safetensors.write_tensors(path, entries, metadata, read)
     size = sum(entry.nbytes for entry in entries.values())
     return {"rows": record.rows, "plain": record.plain, "tensors": list(entries), "size": size}
 
@@ -300,6 +309,15 @@ class LayoutRecord:
     rows: dict[str, Any] = field(default_factory=dict)
     plain: dict[str, int] = field(default_factory=dict)
     config: bool = True
+
+    @classmethod
+    def joined(cls, records: Sequence[Mapping[str, Any]]) -> LayoutRecord:
+        """The arrays of several files."""
+        result = cls()
+        for one in records:
+            result.rows |= one["rows"]
+            result.plain |= one["plain"]
+        return result
 
     def add(
         self, layout: str, name: str, value: ModelArray, exact: bool, activation: Spec | None = None
@@ -407,6 +425,12 @@ def _write_gguf(jobs: Sequence[WriteJob], target: Path, options: WriteOptions) -
     Raises:
         ValueError: for an array that no type of GGUF holds.
     """
+    keys = options.gguf_keys
+    if keys is None and (model := gguf_model(options.config, options.others, [job.name for job in jobs])) is not None:
+        keys, arrays, more = model
+        changes = [(job, *arrays[job.name]) for job in jobs]
+        jobs = [WriteJob(name, job.nbytes, lambda job=job, f=change: f(job.make())) for job, name, change in changes]
+        jobs += [WriteJob(name, value.nbytes, lambda value=value: value) for name, value in more.items()]
     total, position = 2 * sum(job.nbytes for job in jobs), 0
     places: dict[str, tuple[int, tuple[int, ...], int]] = {}
     for job in jobs:
@@ -416,7 +440,7 @@ def _write_gguf(jobs: Sequence[WriteJob], target: Path, options: WriteOptions) -
         position += job.nbytes
         options.progress(job.name, position, total)
 
-    header, starts, end = gguf_header(places, options.gguf_keys)
+    header, starts, end = gguf_header(places, keys)
 
     def write(file: Any) -> None:
         at = position
@@ -480,10 +504,11 @@ def save_checkpoint(
             which are written as they are. Or a module of Equinox or a container of arrays and QArrays; the name of an
             array is its path, joined with dots. A quantized array must have a name that ends in ``weight`` and the axes
             (out, in), except in ``"jchop"``, ``"gguf"`` and ``"mxfp4"``.
-        layout: as in `jchop.load_checkpoint`, without ``"auto"`` and those that are only read: ``"modelopt"`` and
-            ``"mlx"``. ``"plain"`` writes the numbers of QArrays.
+        layout: as in `jchop.load_checkpoint`, without ``"auto"`` and those that are only read: ``"modelopt"``,
+            ``"mlx"`` and ``"llm_int8"``. ``"plain"`` writes the numbers of QArrays.
         names: a function that gives a tensor's name in the file for that by its path. Default: the same.
-        config: fields for ``config.json`` of a folder; ``quantization_config`` is added. Default: none.
+        config: fields for ``config.json`` of a folder; ``quantization_config`` is added. A GGUF file of a model of
+            Llama, Mistral, Qwen2, Qwen3 or Gemma has keys and names of llama.cpp by it. Default: none.
         exact: whether an array whose numbers would change in their last bit (NVFP4) is an error. Default True.
         shard_bytes: the bytes of arrays in one file of a folder. Default 256 MiB.
 

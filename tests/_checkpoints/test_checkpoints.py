@@ -410,11 +410,11 @@ GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4}
 MISREAD: list[tuple[str, str, Any, str]] = [
     (r"'v.weight_packed' is of the layout compressed-tensors, not gptq", "gptq", GPTQ, "weight_packed"),
     (r"of several layouts: compressed-tensors, gptq; layout='plain'", "gptq", None, "weight_packed"),
-    (r"'v.SCB' is of the layout LLM.int8", "int4 symmetric", {"quant_method": "compressed-tensors"}, "SCB"),
+    (r"'v.SCB' is of the layout llm_int8", "int4 symmetric", {"quant_method": "compressed-tensors"}, "SCB"),
     (r"are of HQQ, which is not read; layout='plain' reads every", "int4 symmetric", None, "W_q"),
     (r"has checkpoint_format='marlin', and read are gptq", "gptq", GPTQ | {"checkpoint_format": "marlin"}, ""),
     (r"has version='gemv', and read are gemm", "awq", {"quant_method": "awq", "version": "gemv"}, ""),
-    (r"has load_in_8bit=True", "nf4", {"quant_method": "bitsandbytes", "load_in_8bit": True}, ""),
+    (r"is of the layout bitsandbytes, not llm_int8", "nf4", {"quant_method": "bitsandbytes", "load_in_8bit": True}, ""),
     (r"sparse-24-bitmask", "int4 symmetric", {"sparsity_config": {"format": "sparse-24-bitmask"}}, ""),
 ]
 

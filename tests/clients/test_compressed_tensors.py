@@ -37,6 +37,11 @@ FORMATS: dict[str, tuple[str, dict[str, Any], str | None]] = {
 } | {
     "int4 with zero points": ("pack-quantized", *_INT4),
     "int4 rows with zero points": ("pack-quantized", *_ROWS),
+    "int4 tensor with zero points": (
+        "pack-quantized",
+        arguments(4, "int", "tensor", symmetric=False),
+        "int4(group=tensor,zero_point=integer)",
+    ),
     "int8 tensor": ("int-quantized", arguments(8, "int", "tensor"), None),
     "int8 rows": ("int-quantized", arguments(8, "int", "channel"), None),
     "fp8 rows": ("float-quantized", arguments(8, "float", "channel"), "float8_e4m3fn(channel=0)"),

@@ -32,11 +32,13 @@ CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=False),
     "qwen2, tied": lambda: transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
     "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "phi-3, fused": lambda: transformers.Phi3Config(**SIZES, pad_token_id=0),
 }
 #: Layout, spec, dtype of the model, and whether transformers loads experts of it, which it has in one parameter.
 CASES = {
     "ct int4": ("compressed-tensors", "int4(group=32)", "float32", True),
     "ct int4 of bfloat16": ("compressed-tensors", "int4(group=32,scale=bfloat16)", "bfloat16", False),
+    "ct int4 of float16": ("compressed-tensors", "int4(group=32,scale=float16)", "float16", False),
     "ct int4, rows": ("compressed-tensors", "int4(channel=0)", "float32", False),
     "ct int3": ("compressed-tensors", "int3(group=32)", "float32", False),
     "ct int8": ("compressed-tensors", "int8(channel=0)", "float32", False),
@@ -48,6 +50,7 @@ CASES = {
     "fp8": ("fp8", "float8_e4m3fn(group=(128,128))", "float32", True),
     "nf4": ("bitsandbytes", "nf4", "float32", False),
     "nf4 of bfloat16": ("bitsandbytes", "nf4", "bfloat16", False),
+    "nf4 of float16": ("bitsandbytes", "nf4", "float16", False),
     "torchao int8": ("torchao", "int8(channel=0)", "float32", False),
     "torchao int4": ("torchao", "int4(group=32,scale=bfloat16)", "bfloat16", False),
     "torchao int4 with zero points": ("torchao", "int4(group=32,zero_point=integer)", "float32", False),
@@ -107,14 +110,15 @@ PAIRS = [
 def test_transformers_loads_what_jchop_writes(case: str, model: str, tmp_path: Path) -> None:
     layout, spec, dtype, experts = CASES[case]
     pytest.importorskip(PACKAGES[layout])
-    new_model(model, dtype).save_pretrained(tmp_path / "source")
+    new_model(model, dtype).save_pretrained(tmp_path / "source", max_shard_size="200KB")
     tree = jc.load_checkpoint(tmp_path / "source")
     for name, value in tree.items():
         if "_proj.weight" in name or (experts and ".experts." in name):
             tree[name] = jc.quantize(value.astype("float32"), spec)
     config = json.loads((tmp_path / "source/config.json").read_text())
     jc.save_checkpoint(tmp_path / "plain", tree, "plain", config=config)
-    jc.save_checkpoint(tmp_path / "packed", tree, layout, config=config, exact=False)
+    jc.save_checkpoint(tmp_path / "packed", tree, layout, config=config, exact=False, shard_bytes=1 << 17)
+    assert len(list((tmp_path / "packed").glob("*.safetensors"))) > 1
     expected, got = (load(tmp_path / name, dtype) for name in ("plain", "packed"))
     nf4 = {name: numbers(module) for name, module in modules(got).items() if layout == "bitsandbytes"}
     wanted, found = logits(expected), logits(got)  # the first call unpacks weights, and puts those of NF4 in order
@@ -122,8 +126,34 @@ def test_transformers_loads_what_jchop_writes(case: str, model: str, tmp_path: P
     for name, module in modules(got).items():
         same = torch.from_numpy(np.array(jc.dequantize(stored[f"{name}.weight"]))).to(getattr(torch, dtype))
         np.testing.assert_array_equal(nf4[name] if nf4 else numbers(module), same.float().numpy(), name)
-    error = 2.0**-6 if layout == "bitsandbytes" else 0 if dtype == "bfloat16" else 2.0**-20  # products of its own
+    error = 2.0**-6 if layout == "bitsandbytes" else 2.0**-20 if dtype == "float32" else 0  # products of its own
     np.testing.assert_allclose(found, wanted, rtol=0, atol=error * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_transformers_loads_experts_of_gpt_oss_that_jchop_writes(dtype: str, tmp_path: Path) -> None:
+    """The layout has the experts as (experts, out, in), and the model as (experts, in, out)."""
+    more = {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2}
+    config = transformers.GptOssConfig(**SIZES, **more)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+    model.save_pretrained(tmp_path / "source")
+    tree = jc.load_checkpoint(tmp_path / "source")
+    fields = json.loads((tmp_path / "source/config.json").read_text())
+    experts = [name for name in tree if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
+    assert len(experts) == 4
+    packed = {name: jc.quantize(tree[name].astype("float32").swapaxes(1, 2), "mxfp4") for name in experts}
+    numbers_of = {name: jc.dequantize(q).swapaxes(1, 2).astype(dtype) for name, q in packed.items()}
+    jc.save_checkpoint(tmp_path / "plain", tree | numbers_of, "plain", config=fields)
+    jc.save_checkpoint(tmp_path / "packed", tree | packed, "mxfp4", config=fields)
+    auto, options = transformers.AutoModelForCausalLM, {"dtype": getattr(torch, dtype)}
+    found = auto.from_pretrained(
+        tmp_path / "packed", quantization_config=transformers.Mxfp4Config(dequantize=True), **options
+    ).eval()
+    wanted = auto.from_pretrained(tmp_path / "plain", **options).eval()
+    for name, value in wanted.state_dict().items():
+        torch.testing.assert_close(found.state_dict()[name].to(value.dtype), value, rtol=0, atol=0, msg=name)
+    np.testing.assert_array_equal(logits(found), logits(wanted))
 
 
 def _nf4(double: bool) -> Any:
@@ -174,3 +204,18 @@ def test_jchop_reads_what_transformers_writes(case: str, model: str, dtype: str,
     expected = load(tmp_path / "plain", dtype)
     error = 2.0**-6  # products in the packages' own ways
     np.testing.assert_allclose(logits(made), wanted := logits(expected), rtol=0, atol=error * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_jchop_reads_llm_int8(dtype: str, tmp_path: Path) -> None:
+    """The numbers are those of bitsandbytes, which rounds once more."""
+    functional = pytest.importorskip("bitsandbytes").functional
+    new_model("llama", dtype).save_pretrained(tmp_path / "source")
+    options = {"quantization_config": transformers.BitsAndBytesConfig(load_in_8bit=True)}
+    auto = transformers.AutoModelForCausalLM
+    made = auto.from_pretrained(tmp_path / "source", dtype=getattr(torch, dtype), **options)
+    made.save_pretrained(tmp_path / "theirs")
+    tree = jc.load_checkpoint(tmp_path / "theirs")
+    for name, module in modules(made).items():
+        wanted = functional.int8_vectorwise_dequant(module.weight.data, module.weight.SCB).float().numpy()
+        np.testing.assert_allclose(np.asarray(jc.dequantize(tree[f"{name}.weight"])), wanted, rtol=2.0**-22, atol=0)
