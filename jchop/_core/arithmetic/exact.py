@@ -17,7 +17,7 @@ from jchop._core.rounding import modes
 from jchop._core.rounding.codebooks import pick_level
 from jchop._core.rounding.elements import overflow_mask, round_to_spec
 from jchop._core.rounding.grid import Grid, carrier_holds, make_grid, tapered_word, x64_remedy
-from jchop._core.rounding.modes import NEAREST_MODES, KnownFraction, RandomBits, rounding_thresholds, take_random_bits
+from jchop._core.rounding.modes import KnownFraction, RandomBits, rounding_thresholds, take_random_bits
 from jchop._spec.spec import Spec
 from jchop.formats import CodebookFormat, ElementFormat, FloatFormat, TaperedFormat, UniformFormat
 from jchop.formats.rounding import Overflow, Rounding
@@ -125,8 +125,8 @@ def require_operation(spec: Spec | None, carrier: Carrier, argument: str) -> Non
     """Refuses a spec to which the exact result of an operation on `carrier` cannot always be rounded once.
 
     The exact result is first rounded to odd in the carrier's precision. If the carrier has two bits more than the
-    format, the second rounding gives the rounded exact result (Boldo and Melquiond 2008). Under the nearest modes, a
-    format with the carrier's own grid is rounded to directly.
+    format, the second rounding gives the rounded exact result (Boldo and Melquiond 2008). A format with the carrier's
+    own grid is rounded to directly.
 
     Args:
         spec: the rounding of the result; None, the carrier's own format, always passes.
@@ -171,9 +171,9 @@ def has_spare_bits(fmt: ElementFormat, carrier: Carrier) -> bool:
 
 
 def rounds_on_carrier_grid(spec: Spec, carrier: Carrier) -> bool:
-    """Whether `spec` rounds to nearest on the carrier's own grid: the same precision, and subnormals, if any."""
+    """Whether `spec` rounds on the carrier's own grid: the same precision, and subnormals, if any."""
     fmt = spec.format
-    if not isinstance(fmt, FloatFormat) or spec.rounding not in NEAREST_MODES or fmt.frac_bits != carrier.fraction:
+    if not isinstance(fmt, FloatFormat) or fmt.frac_bits != carrier.fraction:
         return False
     holds_largest = carrier.magnitude_bits(fmt.exact_max) is not None
     has_subnormals = fmt.subnormals and fmt.zero
@@ -210,7 +210,7 @@ def significand(magnitude: Array, carrier: Carrier) -> Array:
 def round_exact(v: ExactResult, spec: Spec | None, carrier: Carrier, word: Array | None) -> Array:
     """`v` rounded once under `spec`; None: to the carrier itself, to nearest even."""
     if spec is None:
-        return bit_ops.join_sign(v.sign, v.magnitude + _nearest_increment(v, Rounding.NEAREST_EVEN), carrier)
+        return bit_ops.join_sign(v.sign, v.magnitude + _increment(v, Rounding.NEAREST_EVEN), carrier)
     return round_to_spec(*_arguments_of_round_to_spec(v, spec, carrier, word))
 
 
@@ -234,7 +234,7 @@ def _arguments_of_round_to_spec(
     """Numbers of the carrier, a spec and words with which `round_to_spec` gives the rounded `v`."""
     magnitude = v.magnitude | v.inexact.astype(carrier.work)  # rounded to odd
     if rounds_on_carrier_grid(spec, carrier):
-        magnitude = _round_on_carrier_grid(v, magnitude, spec, carrier)
+        magnitude = _round_on_carrier_grid(v, magnitude, spec, carrier, word)
     elif spec.rounding.stochastic:
         # The draw is decided here, because v has more bits than the carrier.
         # Always inexact: `round_to_spec` treats values of the format.
@@ -252,20 +252,23 @@ def below_last_place(v: ExactResult, draw: RandomBits | None = None) -> KnownFra
     return KnownFraction(v.sign != 0, v.inexact, (v.magnitude & 1) != 0, (v.rest, v.sticky), draw)
 
 
-def _nearest_increment(v: ExactResult, mode: Rounding) -> Array:
+def _increment(v: ExactResult, mode: Rounding, draw: RandomBits | None = None) -> Array:
     """1 if v is rounded away from zero on the carrier's own grid, else 0."""
-    return jnp.asarray(modes.AWAY_FROM_ZERO[mode](below_last_place(v))).astype(v.magnitude.dtype)
+    away = jnp.asarray(modes.AWAY_FROM_ZERO[mode](below_last_place(v, draw)))
+    return (away | v.beyond if mode.stochastic else away).astype(v.magnitude.dtype)
 
 
-def _round_on_carrier_grid(v: ExactResult, odd_bits: Array, spec: Spec, carrier: Carrier) -> Array:
+def _round_on_carrier_grid(
+    v: ExactResult, odd_bits: Array, spec: Spec, carrier: Carrier, word: Array | None
+) -> Array:
     """Rounded magnitude bits, which `round_to_spec` changes only at the ends of the format."""
     assert isinstance(spec.format, FloatFormat)
     grid = make_grid(spec.format, carrier)
-    nearest = v.magnitude + _nearest_increment(v, spec.rounding)
+    rounded = v.magnitude + _increment(v, spec.rounding, take_random_bits(word, spec, carrier))
     if spec.overflow is not Overflow.IEEE:  # a finite value does not become infinity here
-        nearest = bit_ops.lax_where(v.magnitude < carrier.inf, jnp.minimum(nearest, carrier.inf - 1), nearest)
+        rounded = bit_ops.lax_where(v.magnitude < carrier.inf, jnp.minimum(rounded, carrier.inf - 1), rounded)
     kept_below = max(grid.tiny_bits, grid.normal_bits if spec.flush else 0)
-    return bit_ops.lax_where(v.magnitude < kept_below, odd_bits, nearest) if kept_below else nearest
+    return bit_ops.lax_where(v.magnitude < kept_below, odd_bits, rounded) if kept_below else rounded
 
 
 # -- stochastic modes --------------------------------------------------------------------------------------------------
