@@ -16,6 +16,7 @@ from jax import lax
 from jax.errors import InconclusiveDimensionOperation
 
 from jchop._common.bit_ops import CARRIERS, axes_cut_by_sharding, fit_sharding, gather_axes, has_sharding
+from jchop._common.checks import check
 from jchop._core.rounding.codebooks import refuse_table
 from jchop._core.rounding.codes import packed_size
 from jchop._core.rounding.elements import round_to_spec
@@ -473,8 +474,7 @@ def _bind_quantize(x: Array, fixed_scales: tuple, seeds_and_starts: tuple, impl:
 def check_scales(spec: Spec, shape: Sequence[int], scale: ScaleArrays, zero_point: Any) -> tuple[Array, ...]:
     """Scales and zero points of the form of `fit_scaled`, as a tuple of arrays; empty if they will be fitted."""
     if scale is None:
-        if zero_point is not None:
-            raise ValueError("zero_point without scale; pass both, as returned by fit_scale")
+        check(zero_point is None, "zero_point without scale; pass both, as returned by fit_scale")
         return ()
     _, *structs = code_and_scale_shapes(spec, shape)
     for name, value, struct in zip(("scale", "zero_point"), (scale, zero_point), structs, strict=True):

@@ -18,7 +18,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._common.checks import as_numpy
+from jchop._common.checks import as_numpy, check
 from jchop._common.settings import split_prng_key
 from jchop.formats import ScaledFormat
 from jchop.formats.scaled.scaled import axis_indexes
@@ -193,8 +193,7 @@ def _format_axes(fmt: ScaledFormat) -> list[tuple[int, AxisGrouping]]:
 
 def _check_format_axes(fmt: ScaledFormat, ndim: int) -> None:
     for axis, _ in _format_axes(fmt):
-        if not -ndim <= axis < ndim:
-            raise ValueError(f"{fmt} names axis {axis}, which an array of {ndim} axes does not have")
+        check(-ndim <= axis < ndim, f"{fmt} names axis {axis}, which an array of {ndim} axes does not have")
 
 
 def _as_tuple(item: Any) -> tuple[Any, ...]:

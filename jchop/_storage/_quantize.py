@@ -190,8 +190,7 @@ def dequantize(q: Any, dtype: Any = None, *, add_to: Any = None) -> Any:
     if add_to is not None:
         if dtype is not None and np.dtype(dtype) != add_to.dtype:
             raise ValueError(f"dtype={dtype!r} has no effect beside add_to, whose dtype is {add_to.dtype}")
-        if tuple(add_to.shape) != q.shape:
-            raise ValueError(f"add_to has shape {tuple(add_to.shape)}, and q {q.shape}")
+        check(tuple(add_to.shape) == q.shape, f"add_to has shape {tuple(add_to.shape)}, and q {q.shape}")
         dtype = add_to.dtype
     if isinstance(q, StoredAs):
         numbers = q.dequantize(dtype)
@@ -538,8 +537,7 @@ def check_float_zero_points(spec: Spec) -> ScaledFormat:
             f"spec={str(spec)!r} has zero_point={fmt.zero_point if fmt else None}; the search moves zero points that "
             "are numbers: zero_point='float', in text 'uint4(group=64,zero_point=float)'"
         )
-    if fmt.sparse is not None:
-        raise ValueError(f"spec={str(spec)!r} drops numbers, which the search does not; leave sparse out")
+    check(fmt.sparse is None, f"spec={str(spec)!r} drops numbers, which the search does not; leave sparse out")
     if fmt.scale not in _codes.CARRIER_FORMATS.values():
         raise ValueError(
             f"spec={str(spec)!r} has scale={str(fmt.scale)!r}; the search needs one of "

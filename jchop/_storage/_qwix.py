@@ -134,8 +134,7 @@ _QWIX_TEXTS = (_QWIX_NF4, "int2", "int3", "int5", "int6", "int7")
 def _qtype_of(element: formats.ElementFormat) -> Any:
     """The qtype in qwix of an element format."""
     name = next((name for name, fmt in _QWIX_ELEMENTS.items() if fmt == element), None)
-    if name is None:
-        raise ValueError(f"q has elements of {element}, for which qwix has no type")
+    check(name is not None, f"q has elements of {element}, for which qwix has no type")
     return name if name in _QWIX_TEXTS else jnp.dtype(name)
 
 

@@ -322,8 +322,7 @@ def _reduction_operands(x: Any, initial: Any) -> list[Any]:
 
 def _check_count(count: int, ddof: int, has_mask: bool, dtype: Any) -> None:
     """Refuses numbers of elements that the carrier does not hold, or too few elements."""
-    if ddof > 0 and ddof >= count:
-        raise ValueError(f"ddof={ddof} must be less than the number of elements, {count}")
+    check(ddof <= 0 or ddof < count, f"ddof={ddof} must be less than the number of elements, {count}")
     carrier, divisor = operation_carrier(dtype), abs(count - ddof)
     if has_mask and count > 2 << carrier.fraction:
         raise ValueError(f"{count} elements may be more than {carrier.name} counts exactly; cast x to float64")

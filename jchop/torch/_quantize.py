@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from jchop._common.checks import check_choice, short_repr
+from jchop._common.checks import check, check_choice, check_instance
 from jchop._common.paths import matches_path, nearest_paths_hint, path_pattern
 from jchop._common.text import RowReport, TableOrLine
 from jchop._quantized.products.rule import Rule, RuleLike, as_rule_tuple
@@ -121,8 +121,7 @@ def quantize(
         if generator is not None or copy:
             raise ValueError("generator= and copy= are for tensors; the roundings of a module are seeded by seed=")
         return _convert_module(x, rules, 0 if seed is None else seed, mode)
-    if mode != "qat":
-        raise ValueError(f"mode={mode!r} is for modules; a tensor becomes a QArray")
+    check(mode == "qat", f"mode={mode!r} is for modules; a tensor becomes a QArray")
     check_carrier("x", x, complex_too=False)
     plan = plan_of(rules)  # type: ignore[arg-type]
     return tensor_codes(x, plan.spec, rounding_words(plan.spec, plan.draws, seed, generator), copy=copy)
@@ -435,8 +434,7 @@ def report(module: nn.Module) -> ModuleReport:
         1.bias    LayerNorm     float32  -       8          32     32
         all                                                388  5.791
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module={short_repr(module)} must be a torch.nn.Module")
+    check_instance("module", module, nn.Module, "a torch.nn.Module")
     earlier_ids: set[int] = set()
     rows = []
     for path, layer, _ in parameter_layers(module):

@@ -22,6 +22,7 @@ from jax import lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import CARRIERS, FLOAT32, Carrier
+from jchop._common.checks import check
 from jchop._core.arithmetic import double_word, float64
 from jchop._core.arithmetic.basic import divide_and_round, multiply_and_round
 from jchop._core.arithmetic.double_word import (
@@ -235,8 +236,7 @@ def divisor_parts(divisor: Fraction) -> tuple[int, int]:
         ValueError: for a number that is not dyadic; binary formats have no such numbers.
     """
     shift = divisor.denominator.bit_length() - 1
-    if divisor.denominator != 1 << shift:
-        raise ValueError(f"{divisor} is no integer times a power of two")
+    check(divisor.denominator == 1 << shift, f"{divisor} is no integer times a power of two")
     low = (divisor.numerator & -divisor.numerator).bit_length() - 1
     return divisor.numerator >> low, low - shift
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from jchop._common.bit_ops import reshape
-from jchop._common.checks import check_choice, check_int
+from jchop._common.checks import check, check_choice, check_int
 from jchop._common.settings import always_jit
 from jchop._program.bind import straight_through
 from jchop._round.arguments import run_numpy
@@ -79,8 +79,7 @@ class Hadamard:
     def __post_init__(self) -> None:
         check_choice("products", self.products, ("weight", "both", "forward", "all"))
         if self.size == "all":
-            if self.signs is not None:
-                raise ValueError(f"signs={self.signs!r} with size='all', which is another number in each product")
+            check(self.signs is None, f"signs={self.signs!r} with size='all', which is another number in each product")
             return
         check_int("size", self.size, 2)
         if HadamardBlocks.of(self.size, None).blocks > 1:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop._common.checks import check_choice
+from jchop._common.checks import check, check_choice
 from jchop._common.settings import always_jit
 from jchop._core.scaled.groups import Groups
 from jchop._program.bind import straight_through
@@ -167,8 +167,7 @@ def check_calibration_data(x: Array, place: str) -> None:
     finite = jnp.isfinite(x).sum()  # in a trace a tracer, though x may be an array
     if isinstance(finite, jax.core.Tracer) or int(finite) == x.size > 0:
         return
-    if not finite:
-        raise ValueError(f"batches give the {place} an input of shape {x.shape} without a finite number")
+    check(finite, f"batches give the {place} an input of shape {x.shape} without a finite number")
     missing = x.size - int(finite)
     text = f"batches give the {place} {missing} NaN or infinities among {x.size} numbers; its range leaves them out"
     warnings.warn(text, RuntimeWarning, stacklevel=2)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop._common.bit_ops import CARRIERS
+from jchop._common.checks import check
 from jchop._kernels.primitive import materialize
 from jchop._quantized.products.codes import CodedArray, expand_codes
 from jchop._quantized.products.rule import is_stochastic
@@ -219,8 +220,7 @@ def enumerate_batches(batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
     count = 0
     for count, batch in enumerate(batches, start=1):
         yield count, batch
-    if not count:
-        raise ValueError("batches has no batch")
+    check(count, "batches has no batch")
 
 
 class CallArguments:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop._common.bit_ops import enable_x64_for
-from jchop._common.checks import check_bool
+from jchop._common.checks import check, check_bool
 from jchop._common.gradients import CustomJvp
 from jchop._common.settings import always_jit, split_prng_key
 from jchop._core.matmul.operations import check_operation, spec_draws, widen_operand
@@ -71,8 +71,7 @@ def evaluate_systems(
     for name, spec in checked_specs.items():
         require_carrier(spec, carrier_of_dtype(arrays[0].dtype))
         check_operation(spec, arrays[0].dtype, name)
-        if spec.gradient != Gradient():
-            raise ValueError(f"{name}={str(spec)!r} has a gradient, and this function has no derivative")
+        check(spec.gradient == Gradient(), f"{name}={str(spec)!r} has a gradient, and this function has no derivative")
     stochastic = next(filter(spec_draws, checked_specs.values()), None)
     key = rounding_key(key, stochastic is not None, stochastic)
     batch = _batch_shape(names, arrays, core_ndims)

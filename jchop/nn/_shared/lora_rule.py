@@ -252,8 +252,7 @@ def write_adapters(folder: str | os.PathLike[str], adapters: Mapping[str, Mappin
         }
         rules[name] = adapter["rule"]
     rates = {rule.dropout for rule in rules.values()}
-    if len(rates) > 1:
-        raise ValueError(f"the adapters have dropout of {sorted(rates)}, and a file of PEFT has one rate")
+    check(len(rates) <= 1, f"the adapters have dropout of {sorted(rates)}, and a file of PEFT has one rate")
     rank = Counter(rule.rank for rule in rules.values()).most_common(1)[0][0]
     alphas = {name: float(rule.rank if rule.alpha is None else rule.alpha) for name, rule in rules.items()}
     alpha = Counter(alphas.values()).most_common(1)[0][0]

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, cast
 import jax
 from flax import nnx
 
-from jchop._common.checks import check_choice, short_repr
+from jchop._common.checks import check, check_choice, short_repr
 from jchop._quantized.products.rule import ROUNDING_FIELDS, Rule, as_rule_tuple
 from jchop._quantized.program.quantized_program import check_weight_rules
 from jchop._quantized.program.scale_slots import Scales, merge_scales, scales_after_packing
@@ -195,8 +195,7 @@ def method_of(cls: type, name: str | ModelCall) -> Callable[..., Any]:
     if not isinstance(name, str):
         return name
     method = inspect.getattr_static(cls, name, None)
-    if not is_method(method):
-        raise ValueError(f"inputs: {cls.__name__} has no method {name!r}")
+    check(is_method(method), f"inputs: {cls.__name__} has no method {name!r}")
     return method
 
 
