@@ -16,12 +16,11 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
-
-Array = jax.Array
 
 
 def on_cotangent(rule: Callable[..., Array], tangent: Array, *residuals: Any) -> Array:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.errors import InconclusiveDimensionOperation
 
 from jchop._common.bit_ops import CARRIERS, axes_cut_by_sharding, fit_sharding, gather_axes, has_sharding
@@ -39,9 +39,6 @@ from jchop._kernels.scaled_tile import CODE_SUBLANES, ScaledBlocksProblem, kerne
 from jchop._kernels.tiles import kernel_function, refuse_large, refuse_tpu_dtype
 from jchop._spec.spec import Spec
 from jchop.formats import ScaledFormat
-
-Array = jax.Array
-
 
 # == elements: XLA's code moves no more bytes than a kernel would, and fuses with others ===============================
 

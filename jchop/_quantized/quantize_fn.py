@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jchop._common.checks import check, short_repr
 from jchop._common.on_demand import load_name
@@ -50,8 +51,6 @@ from jchop._quantized.program.weight_layout import (
 )
 from jchop._round.arguments import check_key
 from jchop._storage._array import refuse_qarray_dicts
-
-Array = jax.Array
 
 
 def quantize_fn(fun: Callable[..., Any], rules: RuleLike, *, key: Array | None = None) -> QuantizedFunction:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jchop._common.paths import nearest_paths_hint
 from jchop._common.settings import split_prng_key
@@ -13,8 +14,6 @@ from jchop._quantized.products.operand_layout import check_finite
 from jchop._quantized.products.rule import ROUNDING_FIELDS, Location, Rule, RuleLike, as_rule_tuple, rule_index
 from jchop._round.arguments import check_key
 from jchop._storage import quantize
-
-Array = jax.Array
 
 
 def quantize_tree(params: Any, rules: RuleLike, key: Array | None = None) -> Any:

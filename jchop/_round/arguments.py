@@ -11,6 +11,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -20,7 +21,6 @@ from jchop._common.settings import jax_default_settings
 from jchop._core.rounding.random_bits import STREAM_START, StreamOffset
 from jchop._spec.spec import Spec
 
-Array = jax.Array
 #: The argument `key`: a typed key, which a stochastic spec needs.
 Key = Array | None
 #: The key of the rounding and the key of the cotangent's rounding; None if it draws nothing.

@@ -14,7 +14,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax import export
+from jax import Array, export
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jchop._common.bit_ops import fit_sharding, parts_of_axes, reshape
@@ -24,8 +24,6 @@ from jchop._spec.spec import Spec, parse
 from jchop._storage import _axis_groupings as groupings
 from jchop._storage import _codes, _notebook
 from jchop.formats import ElementFormat, ScaledFormat
-
-Array = jax.Array
 
 
 @partial(

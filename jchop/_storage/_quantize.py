@@ -14,7 +14,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax import export, lax
+from jax import Array, export, lax
 
 from jchop._common.bit_ops import CARRIERS, enable_x64_for, reshape
 from jchop._common.checks import check, check_bool, check_choice, check_float, check_int
@@ -41,8 +41,6 @@ from jchop._storage._array import QArray, check_qarray, qarray_of_scales, refuse
 from jchop._storage._axis_groupings import axes_from_end, map_over_stack
 from jchop.formats import ElementFormat, ScaledFormat, UniformFormat
 from jchop.formats.rounding import Rounding
-
-Array = jax.Array
 
 
 @overload

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from jchop._common.bit_ops import varying_axes
 from jchop._common.checks import check, check_bool, check_int
@@ -24,7 +24,6 @@ from jchop._spec.spec import SpecLike, as_spec
 from jchop.distributed import _messages as messages
 from jchop.distributed._messages import TWO_SHOT, Algorithm, AxisName, Phase, Wire
 
-Array = jax.Array
 Accumulate = MatmulSpec | SpecLike | None
 
 #: Leaves with fewer elements share messages.

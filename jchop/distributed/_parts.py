@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -28,8 +28,6 @@ from jchop.distributed import _messages as messages
 from jchop.distributed._collectives import check_collective
 from jchop.distributed._messages import AxisName, RankAxes
 from jchop.formats import ScaledFormat
-
-Array = jax.Array
 
 
 def quantize_parts(x: Any, axis_name: AxisName, spec: SpecLike, key: Array | None = None, *, axis: int = 0) -> Any:

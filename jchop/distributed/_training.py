@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from jchop._common.bit_ops import varying_like
 from jchop._common.checks import check, check_int
@@ -19,8 +19,6 @@ from jchop._spec.spec import SpecLike, as_spec
 from jchop.distributed import _messages as messages
 from jchop.distributed._collectives import BUCKET, Accumulate, check_collective
 from jchop.distributed._messages import AxisName, Phase, Wire
-
-Array = jax.Array
 
 
 class FeedbackState(NamedTuple):

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from jchop._common.checks import check, check_instance
 from jchop._quantized.products.rule import Location
@@ -23,7 +24,6 @@ from jchop.nn._nnx.programs import calibrate_program, is_nnx_program
 from jchop.nn._nnx.rounding_modules import PastMagnitudes, RoundedProduct, rounding_module_in
 from jchop.nn._trees.equinox_modules import calibrate_equinox_module, check_flax_or_equinox, is_equinox_module
 
-Array = jax.Array
 T = TypeVar("T")
 M = TypeVar("M", bound=nnx.Module)
 

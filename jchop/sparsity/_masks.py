@@ -8,10 +8,9 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jchop._common.checks import check, check_int
 from jchop._common.settings import always_jit
@@ -20,8 +19,6 @@ from jchop._round.arguments import as_operands, has_tracer, run_on_operands
 from jchop._storage import QArray, dequantize
 from jchop._storage._array import check_qarray
 from jchop.formats.scaled.scaled import axis_indexes
-
-Array = jax.Array
 
 #: The largest side of tiles: there are 90 masks with 2 of 4, and 2040 with 2 of 5.
 _LARGEST_TILE = 4

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import torch
+from jax import Array
 from torch import nn
 
 from jchop import math
@@ -20,7 +21,6 @@ from jchop._spec.accumulation import MatmulSpec, SumSpecLike
 from jchop._spec.spec import Gradient, SpecLike, as_spec
 from jchop.torch import _operators as operators
 
-Array = jax.Array
 Tensor = torch.Tensor
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import torch
-from jax import lax
+from jax import Array, lax
 
 from jchop._common.bit_ops import enable_x64_for
 from jchop._common.checks import check, check_instance, check_int
@@ -27,7 +27,6 @@ from jchop._round.arguments import has_tracer
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Gradient, Spec, as_spec, parse
 
-Array = jax.Array
 Tensor = torch.Tensor
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 

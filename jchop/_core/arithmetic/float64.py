@@ -13,7 +13,7 @@ from fractions import Fraction
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32, FLOAT64
@@ -24,8 +24,6 @@ from jchop._spec.spec import Spec
 from jchop.formats import FloatFormat
 from jchop.formats._catalogue import binary32
 from jchop.formats.rounding import Overflow, Rounding
-
-Array = jax.Array
 
 #: A sum with this number has its last place at 1; the half keeps signed sums in one binade.
 FLOAT64_LEAD = 1.5 * 2.0**FLOAT64.fraction

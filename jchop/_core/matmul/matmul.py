@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jchop._common.bit_ops import CARRIERS, FLOAT32, Carrier, enable_x64_for
 from jchop._core.arithmetic.basic import add_and_round, multiply_add_and_round, multiply_and_round
@@ -28,7 +28,6 @@ from jchop._core.xla.sizes import are_static
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec
 
-Array = jax.Array
 StepIndex = Array | int
 #: The random words of a tile: draw("product" or "accumulate", step); called only if that rounding is stochastic.
 WordSource = Callable[[str, StepIndex], Array]

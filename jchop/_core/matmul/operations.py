@@ -14,10 +14,9 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import CARRIERS, FLOAT32, Carrier
@@ -32,8 +31,6 @@ from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec, as_spec
 from jchop.formats import FloatFormat
 from jchop.formats.rounding import Overflow, Rounding
-
-Array = jax.Array
 
 
 def round_operation(

@@ -11,7 +11,7 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32, FLOAT64
@@ -26,9 +26,6 @@ from jchop._core.xla.sizes import if_static
 from jchop.formats import CodebookFormat, ElementFormat
 from jchop.formats._base import floor_log2
 from jchop.formats.rounding import Rounding
-
-Array = jax.Array
-
 
 # == few levels ========================================================================================================
 # Every group has its own thresholds, and numbers are compared with them. x / s reaches a threshold t if x reaches t

@@ -18,7 +18,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import CARRIERS, FLOAT32, Carrier
@@ -61,9 +61,6 @@ from jchop.formats import CodebookFormat, ElementFormat, FloatFormat, ScaledForm
 from jchop.formats._catalogue import bfloat16, binary16, binary32, binary64
 from jchop.formats.rounding import Overflow
 from jchop.formats.scaled.scale_rules import ScaleRule
-
-Array = jax.Array
-
 
 # == scales ============================================================================================================
 # The scales of blocks: chosen by a rule, stored, and read back.

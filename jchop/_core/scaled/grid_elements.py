@@ -22,7 +22,7 @@ from typing import NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32, FLOAT64
@@ -34,9 +34,6 @@ from jchop._core.rounding.modes import AWAY_FROM_ZERO, BetweenNeighbours, Random
 from jchop._core.scaled.elements import SAFE_EXPONENT, TENSOR_SCALE, BlockScales, ScaledPlan, scale_magnitude
 from jchop.formats import FloatFormat, UniformFormat
 from jchop.formats.rounding import Overflow, Rounding
-
-Array = jax.Array
-
 
 # == integers and fixed point ==========================================================================================
 

@@ -8,14 +8,12 @@ from functools import cached_property, reduce
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import CARRIERS, gather_cut_axes
 from jchop.formats import ScaledFormat
 from jchop.formats.scaled.scaled import sparse_length
-
-Array = jax.Array
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
@@ -27,7 +27,6 @@ from jchop._kernels.products.dequantize_matmul import DequantizeMatmulGpuTiling,
 from jchop.formats import ElementFormat, IntegerFormat
 from jchop.formats._catalogue import float4_e2m1fn, float8_e4m3fn
 
-Array = jax.Array
 _PartSums = tuple[Array, ...]
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jchop._common.bit_ops import reshape
 from jchop._common.checks import check, check_choice, check_int
@@ -23,9 +23,6 @@ from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec
 from jchop._storage._axis_groupings import OWN_SCALE, AxisGrouping, axis_groupings, with_groupings, with_sparse_axis
 from jchop.formats import ScaledFormat
-
-Array = jax.Array
-
 
 # -- rotations along the sum -------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jchop._common.checks import check, check_choice
 from jchop._common.settings import always_jit
@@ -29,9 +29,6 @@ from jchop.formats import UniformFormat
 from jchop.formats.rounding import Rounding
 
 # -- formulas ----------------------------------------------------------------------------------------------------------
-
-
-Array = jax.Array
 
 
 def update_range(source: MovingAverage, current: Array, x: Array, fixed: bool) -> Array:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jchop._common.bit_ops import CARRIERS
 from jchop._common.checks import check
@@ -22,9 +23,6 @@ from jchop._quantized.program.weight_layout import StoredAs, WeightLayout, Weigh
 from jchop._storage import QArray, dequantize
 
 # -- parameters within a run -------------------------------------------------------------------------------------------
-
-
-Array = jax.Array
 
 
 @partial(

@@ -12,6 +12,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jchop._common.paths import path_pattern
 from jchop._program.control import operands_of_role, roles_of, turns_around
@@ -22,9 +23,6 @@ from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAver
 from jchop._quantized.products.scales import RangeObserver, check_calibration_data, initial_scale, range_observer_for
 from jchop._quantized.program.param_uses import ProductStep
 from jchop._spec.spec import Gradient, Spec
-
-Array = jax.Array
-
 
 #: The kinds of state, which end the names of entries.
 RANGE, HISTORY, SCALE = "range", "history", "scale"

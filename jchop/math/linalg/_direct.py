@@ -12,6 +12,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jchop._common.bit_ops import enable_x64_for
 from jchop._common.checks import check, check_bool
@@ -25,9 +26,6 @@ from jchop._round.arguments import Key, as_array, as_operands, carrier_of_dtype,
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Gradient, Spec, SpecLike, as_spec
 from jchop.math._call import as_dtype
-
-Array = jax.Array
-
 
 # == calls: rounded operands, the arithmetic, and an error for derivatives =============================================
 

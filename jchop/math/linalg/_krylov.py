@@ -10,7 +10,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.extend.core import Literal as JaxprLiteral
 
@@ -22,9 +22,6 @@ from jchop._emulate.rules.linalg import SpecArithmetic, factor_lu, solve_with_fa
 from jchop._round.arguments import Key, as_array, as_operands, has_tracer
 from jchop._spec.spec import SpecLike
 from jchop.math.linalg._direct import StaticPartial, evaluate_systems, matrix_order, right_side_axes
-
-Array = jax.Array
-
 
 # == linear operators given as functions of vectors ====================================================================
 

@@ -20,8 +20,6 @@ from jchop._storage import QArray
 from jchop._storage._array import named_sharding_of
 from jchop._storage._quantize import StoredAs
 
-Array = jax.Array
-
 Keys = tuple[Any, ...]
 
 #: So many paths are followed; modules that refer to each other all around could have more than can be counted.
