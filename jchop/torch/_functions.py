@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import torch
 from jax import Array
-from torch import nn
+from torch import Tensor, nn
 
 from jchop import math
 from jchop._common.bit_ops import enable_x64_for
@@ -20,8 +20,6 @@ from jchop._common.settings import always_jit
 from jchop._spec.accumulation import MatmulSpec, SumSpecLike
 from jchop._spec.spec import Gradient, SpecLike, as_spec
 from jchop.torch import _operators as operators
-
-Tensor = torch.Tensor
 
 
 def round_to_format(

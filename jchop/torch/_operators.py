@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 import torch
 from jax import Array, lax
+from torch import Tensor
 
 from jchop._common.bit_ops import enable_x64_for
 from jchop._common.checks import check, check_instance, check_int
@@ -27,7 +28,6 @@ from jchop._round.arguments import has_tracer
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Gradient, Spec, as_spec, parse
 
-Tensor = torch.Tensor
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from jchop._common.checks import check, check_instance, check_int
 from jchop._spec.spec import SpecLike
 from jchop.torch import _operators as operators
 
-Tensor = torch.Tensor
 _GRADIENT_ROLE, _ACCUMULATOR_ROLE, _WEIGHT_ROLE, _MOMENTUM_ROLE = range(4)
 #: Attributes of a copied `OptimLP` that other optimizers do not have.
 _STATE_ATTRIBUTES = ("optimizer", "gradient_scale", "seed", "steps", "accumulators", "_plans")

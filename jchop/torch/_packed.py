@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from jchop import _storage
@@ -21,8 +21,6 @@ from jchop._storage._codes import check_qarray_leaves, qarray_shape
 from jchop._storage._save import join_qarray, qarray_description, qarray_tensors
 from jchop.torch import _operators as operators
 from jchop.torch._operators import CARRIER_NAMES
-
-Tensor = torch.Tensor
 
 #: The end of the name of the submodule that holds a packed parameter.
 PACKED_SUFFIX = "_packed"

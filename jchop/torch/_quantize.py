@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
@@ -23,7 +23,6 @@ from jchop.torch._functions import Quantizer, first_words
 from jchop.torch._operators import check_carrier, check_tensor, outside_graphs, plan_of, rounding_words
 from jchop.torch._packed import PackedTensor, pack_parameter, packed_parameters, tensor_codes
 
-Tensor = torch.Tensor
 QuantizeMode = Literal["qat", "ptq", "weight_only"]
 _QUANTIZE_MODES = ("qat", "ptq", "weight_only")
 #: Names of the submodules that round the inputs and outputs of a layer.
