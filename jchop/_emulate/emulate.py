@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 from jax.core import Tracer
 
 from jchop._common.on_demand import load_name
@@ -29,6 +28,8 @@ from jchop._round.arguments import JCHOP_SCOPE, check_key, mark_results
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec, SpecLike
 from jchop.formats import ElementFormat, ScaledFormat
+
+Array = jax.Array
 
 
 class _EmulateOptions(TypedDict, total=False):

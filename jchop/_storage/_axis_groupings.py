@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jchop._common.checks import as_numpy, check
 from jchop._common.settings import split_prng_key
@@ -250,7 +250,7 @@ def _index_entry(axis: int, entry: Any, n: int) -> Index:
         is_integer = not isinstance(entry, bool) and hasattr(entry, "__index__")
     if not is_integer:
         raise TypeError(f"index {entry!r} of a QArray must be an integer, a slice, or an array of integers")
-    if not isinstance(entry, jax.core.Tracer):  # JAX would clamp what is out of range
+    if not isinstance(entry, Tracer):  # JAX would clamp what is out of range
         values = np.asarray(entry if isinstance(entry, jax.Array) else operator.index(entry))
         outside = values[(values < -n) | (values >= n)]
         if outside.size:

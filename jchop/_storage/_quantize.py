@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any, NamedTuple, overload
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, export, lax
+from jax.core import Tracer
 
 from jchop._common.bit_ops import CARRIERS, enable_x64_for, reshape
 from jchop._common.checks import check, check_bool, check_choice, check_float, check_int
@@ -454,7 +454,7 @@ def _distinct_values(scales: Any, fmt: ElementFormat) -> np.ndarray:
 
 def _leaf_to_numpy(leaf: Any) -> Any:
     """A leaf as NumPy; a traced leaf is returned unchanged."""
-    return leaf if isinstance(leaf, jax.core.Tracer) else np.asarray(leaf)
+    return leaf if isinstance(leaf, Tracer) else np.asarray(leaf)
 
 
 # -- scales and zero points by half-quadratic quantization: a search over the data, not a rule of a format -------------

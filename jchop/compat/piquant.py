@@ -16,9 +16,9 @@ from __future__ import annotations
 import enum
 from typing import Any
 
-import jax
 import ml_dtypes
 import numpy as np
+from jax import Array
 
 from jchop._common.checks import as_numpy, check, check_choice, check_instance, check_int
 from jchop._spec.spec import Spec
@@ -76,7 +76,7 @@ def quantize(
     scale: float,
     zero_point: int,
     round_mode: RoundMode = RoundMode.NEAREST,
-    key: jax.Array | None = None,
+    key: Array | None = None,
 ) -> np.ndarray:
     """The codes clamp(round(x / scale + zero_point)).
 

@@ -13,7 +13,6 @@ from functools import lru_cache, partial, wraps
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np

@@ -8,10 +8,9 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import cast
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array, enable_x64, lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32, FLOAT64
@@ -326,6 +325,6 @@ def decode_codebook(codes: Array, scales: BlockScales, plan: ScaledPlan) -> Arra
     level = take_in_bounds(jnp.asarray(table), codes.astype(jnp.int32))
     scale = scale_magnitude(scales, plan)
     if plan.float64 and if_static(lambda: codes.size <= _MOST_DECODES_IN_FLOAT64):
-        with jax.enable_x64(True):  # products are exact, so that one conversion rounds them
+        with enable_x64(True):  # products are exact, so that one conversion rounds them
             return float64.narrow_float64(level.astype(jnp.float64) * float64.widen_magnitude(scale))
     return grid_elements.multiply_by_scale_bits(level, scale, plan)

@@ -15,10 +15,9 @@ from fractions import Fraction
 from functools import cached_property, lru_cache, reduce
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array, enable_x64, lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import CARRIERS, FLOAT32, Carrier
@@ -385,7 +384,7 @@ def round_scales(
 
 def _round_scales_in_float64(ends: tuple[Array, ...], tensor: Array | None, plan: ScaledPlan) -> tuple[Array, Array]:
     """`round_scales` in float64: numbers that are in the range of the scales."""
-    with jax.enable_x64(True):
+    with enable_x64(True):
         pairs = zip(ends, plan.divisors, strict=True)
         number = reduce(lax.max, (float64.quotient_in_float64(end, over, plan.scale, tensor) for end, over in pairs))
         low, zero, high = np.array(plan.scale_bits, np.uint32).view(np.float32).astype(np.float64)

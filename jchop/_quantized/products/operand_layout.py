@@ -9,10 +9,10 @@ from functools import lru_cache, partial
 from typing import Any, Literal
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.core import Tracer
 
 from jchop._common.bit_ops import reshape
 from jchop._common.checks import check, check_choice, check_int
@@ -438,7 +438,7 @@ def check_finite(value: Any, what: str) -> None:
     Raises:
         ValueError: that counts them; `what` says whose numbers they are.
     """
-    if isinstance(value, jax.core.Tracer) or run_numpy(lambda: jnp.isfinite(value).all()):
+    if isinstance(value, Tracer) or run_numpy(lambda: jnp.isfinite(value).all()):
         return
     nan, infinite = (int(run_numpy(lambda of=of: of(value).sum())) for of in (jnp.isnan, jnp.isinf))
     raise ValueError(

@@ -9,8 +9,8 @@ from functools import lru_cache, partial
 from typing import Any
 
 import jax
-import jax.core
 import numpy as np
+from jax.core import Tracer
 
 from jchop._common.bit_ops import CARRIERS
 from jchop._common.checks import check, check_bool, check_int
@@ -108,7 +108,7 @@ class PychopQuantizer:
             exponents: whole numbers, which are not rounded.
         """
         operands = tuple(_arrays.as_numbers(operand) for operand in operands)
-        tracer = next((x for x in operands if isinstance(x, jax.core.Tracer)), operands[0])
+        tracer = next((x for x in operands if isinstance(x, Tracer)), operands[0])
         seed = self._seed(self.spec, tracer, key)
         key = key if seed is None else _arrays.key_of_seed(seed)
         in_jax = any(isinstance(x, jax.Array) for x in operands)

@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 
 from jchop._common.bit_ops import enable_x64_for
 from jchop._common.checks import check, check_bool
@@ -152,7 +152,7 @@ def check_permutation(p: Any, n: int, name: str) -> None:
     """Refuses an array that is not a permutation of n rows; the numbers of a traced array are not checked."""
     if p.shape[-1:] != (n,) or not jnp.issubdtype(p.dtype, jnp.integer):
         raise ValueError(f"{name} has shape {p.shape} and dtype {p.dtype}; it must be {n} integers")
-    if not isinstance(p, jax.core.Tracer) and np.any(np.sort(np.asarray(p)) != np.arange(n)):
+    if not isinstance(p, Tracer) and np.any(np.sort(np.asarray(p)) != np.arange(n)):
         raise ValueError(f"{name}={np.asarray(p).tolist()} must be a permutation of 0 to {n - 1}")
 
 

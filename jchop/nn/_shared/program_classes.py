@@ -11,8 +11,8 @@ from functools import cached_property
 from types import CodeType
 from typing import Any, Literal, NamedTuple, cast
 
-import jax
 from flax import nnx
+from jax import Array
 
 from jchop._common.checks import check, check_choice, short_repr
 from jchop._quantized.products.rule import ROUNDING_FIELDS, Rule, as_rule_tuple
@@ -51,7 +51,7 @@ def round_methods(
     calls: Sequence[tuple[QuantizedFunction, tuple[Any, ...]]],
     mode: str,
     old_scales: Scales,
-    key: jax.Array | None,
+    key: Array | None,
     data: RoundingData | None = None,
 ) -> tuple[Any, Scales, Any]:
     """The parameters of methods under rules, packed unless ``mode="qat"``, the scales that the rules keep, a report.
