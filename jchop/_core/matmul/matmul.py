@@ -47,7 +47,7 @@ class MatmulPlan:
     @property
     def draws(self) -> bool:
         """Whether a product or a sum draws random words."""
-        return _rounding_draws(self.spec.product) or _rounding_draws(self.spec.accumulate)
+        return spec_draws(self.spec.product) or spec_draws(self.spec.accumulate)
 
     @cached_property
     def operand(self) -> ValueRange:
@@ -83,7 +83,8 @@ class MatmulPlan:
         return ValueRange(max(exact.quantum, whole.quantum), whole.precision, top)
 
 
-def _rounding_draws(spec: Spec | None) -> bool:
+def spec_draws(spec: Spec | None) -> bool:
+    """Whether a rounding under `spec` takes random words."""
     return spec is not None and spec.rounding.stochastic
 
 
@@ -151,7 +152,7 @@ def _round_tile_sum(
 
 
 def _step_word(spec: Spec | None, draw: WordSource | None, stream: str, step: StepIndex) -> Array | None:
-    if not _rounding_draws(spec):
+    if not spec_draws(spec):
         return None
     assert draw is not None
     return draw(stream, step)
