@@ -16,10 +16,10 @@ from functools import cached_property
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 
@@ -172,7 +172,7 @@ def place_like(x: Any, like: Any) -> Any:
     if has_sharding(like):
         sharding = fit_sharding(jax.typeof(like).sharding, x.shape)
         return x if jax.typeof(x).sharding == sharding else jax.sharding.reshard(x, sharding)
-    is_concrete = isinstance(like, jax.Array) and not any(isinstance(v, jax.core.Tracer) for v in (x, like))
+    is_concrete = isinstance(like, jax.Array) and not any(isinstance(v, Tracer) for v in (x, like))
     sharding = like.sharding if is_concrete else None
     return jax.device_put(x, fit_sharding(sharding, x.shape)) if isinstance(sharding, NamedSharding) else x
 

@@ -123,8 +123,7 @@ def atomic_file(path: Path, token: str | None = None, most: int = 0o777) -> Iter
         most: as in `write_atomically`.
     """
     old_mode = path.stat().st_mode if path.exists() else None
-    if old_mode is not None and not stat.S_ISREG(old_mode):
-        raise ValueError(f"{path} is not a regular file, and cannot be replaced by one")
+    check(old_mode is None or stat.S_ISREG(old_mode), f"{path} is not a regular file, and cannot be replaced by one")
     part = part_path(path, secrets.token_hex(8) if token is None else token)
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _open_flags("O_NOFOLLOW", "O_CLOEXEC", "O_BINARY")
     try:
@@ -283,8 +282,7 @@ def json_object(text: str) -> dict[str, Any]:
         value = json.loads(text, object_pairs_hook=_unique_members, parse_constant=_no_number)
     except RecursionError:
         raise ValueError("lists and objects nested too deep") from None
-    if not isinstance(value, dict):
-        raise ValueError("it is not an object")
+    check(isinstance(value, dict), "it is not an object")
     return value
 
 

@@ -13,15 +13,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
-
-Array = jax.Array
 
 
 def on_cotangent(rule: Callable[..., Array], tangent: Array, *residuals: Any) -> Array:
@@ -164,7 +163,7 @@ def with_rule(fun: Callable[..., Any], values: Sequence[Any], rule: Callable[...
         rule: a function of lists of primals and tangents, with None for a tangent of zero. It returns the lists of the
             results and of their tangents. None in place of the results means the results of `fun`.
     """
-    if not any(isinstance(value, jax.core.Tracer) for value in values):
+    if not any(isinstance(value, Tracer) for value in values):
         return fun(*values)
     program, shapes = jax.make_jaxpr(fun, return_shape=True)(*values)
     out = _with_rule_p.bind(*values, program=program, rule=rule)

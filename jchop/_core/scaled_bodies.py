@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32
@@ -54,9 +53,6 @@ from jchop._core.xla.backend import PORTABLE, Backend
 from jchop._core.xla.sizes import if_static
 from jchop._spec.spec import Spec
 from jchop.formats import IntegerFormat, ScaledFormat
-
-Array = jax.Array
-
 
 # == which way =========================================================================================================
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jchop._core.arithmetic import float64
 from jchop._core.arithmetic.exact import ValueRange, range_of
@@ -15,8 +15,6 @@ from jchop._core.matmul.operations import chain_body, operation_carrier, round_o
 from jchop._core.xla.backend import PORTABLE, Backend
 from jchop._kernels.primitive import make_op
 from jchop._spec.spec import Spec
-
-Array = jax.Array
 
 
 def operation_on_device(

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import jax
 import jax.core
 import numpy as np
+from jax import Array
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir, passmanager
@@ -34,7 +35,6 @@ from jchop._common.settings import always_jit, jax_default_settings
 from jchop._core.xla.backend import ONE_CPU, PORTABLE
 from jchop._core.xla.sizes import are_static
 
-Array = jax.Array
 Impl = Literal["auto", "xla", "pallas"]
 #: The values of `impl=`: the choice of this file, the portable body, or the kernel, with an error if it cannot run.
 IMPLEMENTATIONS = ("auto", "xla", "pallas")

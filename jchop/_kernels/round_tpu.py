@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -20,8 +19,6 @@ from jchop._core.rounding.random_bits import SEEDS, STREAM_START, StreamOffset, 
 from jchop._kernels.pallas import SCALARS, TpuGrid, call_on_tpu
 from jchop._kernels.tiles import LANES, SUBLANES, next_multiple
 from jchop._spec.spec import Spec
-
-Array = jax.Array
 
 
 def tpu_round_with_hardware_bits(

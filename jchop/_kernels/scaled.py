@@ -12,10 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.errors import InconclusiveDimensionOperation
 
 from jchop._common.bit_ops import CARRIERS, axes_cut_by_sharding, fit_sharding, gather_axes, has_sharding
+from jchop._common.checks import check
 from jchop._core.rounding.codebooks import refuse_table
 from jchop._core.rounding.codes import packed_size
 from jchop._core.rounding.elements import round_to_spec
@@ -38,9 +39,6 @@ from jchop._kernels.scaled_tile import CODE_SUBLANES, ScaledBlocksProblem, kerne
 from jchop._kernels.tiles import kernel_function, refuse_large, refuse_tpu_dtype
 from jchop._spec.spec import Spec
 from jchop.formats import ScaledFormat
-
-Array = jax.Array
-
 
 # == elements: XLA's code moves no more bytes than a kernel would, and fuses with others ===============================
 
@@ -473,8 +471,7 @@ def _bind_quantize(x: Array, fixed_scales: tuple, seeds_and_starts: tuple, impl:
 def check_scales(spec: Spec, shape: Sequence[int], scale: ScaleArrays, zero_point: Any) -> tuple[Array, ...]:
     """Scales and zero points of the form of `fit_scaled`, as a tuple of arrays; empty if they will be fitted."""
     if scale is None:
-        if zero_point is not None:
-            raise ValueError("zero_point without scale; pass both, as returned by fit_scale")
+        check(zero_point is None, "zero_point without scale; pass both, as returned by fit_scale")
         return ()
     _, *structs = code_and_scale_shapes(spec, shape)
     for name, value, struct in zip(("scale", "zero_point"), (scale, zero_point), structs, strict=True):

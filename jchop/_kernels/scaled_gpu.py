@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
@@ -23,8 +22,6 @@ from jchop._core.scaled.elements import BlockScales, ScaledPlan, choose_scales, 
 from jchop._core.scaled.tiles import quantize_tile_by_powers, round_tile_by_powers
 from jchop._kernels.pallas import call_on_gpu, divmod_int32
 from jchop._kernels.scaled_tile import ScaledBlocksProblem, ScaledGpuTiling, draw_tile_words, tensor_scale_of_words
-
-Array = jax.Array
 
 
 def gpu_round_blocks(

@@ -7,16 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from jchop._core.rounding.random_bits import SEEDS, StreamOffset, random_words_of_width
 from jchop._core.scaled.elements import ScaledPlan, scale_dtype
 from jchop._core.xla.backend import TILE
 from jchop._kernels.tiles import LANES, Tiling, next_power_of_two
-
-Array = jax.Array
 
 # -- the problem of a kernel -------------------------------------------------------------------------------------------
 

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from jchop._core.scaled.elements import ScaledPlan, widen_16_bit
@@ -27,7 +26,6 @@ from jchop._core.scaled.tiles import quantize_tile_by_powers, round_tile_by_powe
 from jchop._kernels.pallas import SCALARS, TpuGrid, call_on_tpu
 from jchop._kernels.scaled_tile import ScaledBlocksProblem, ScaledTpuTiling, draw_tile_words, tensor_scale_of_words
 
-Array = jax.Array
 #: The indexes of a tile's first element in the array: outer, along the blocks' axis, and across.
 _TileOrigin = tuple[Array, Array, Array]
 

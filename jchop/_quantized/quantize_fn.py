@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
-from jchop._common.checks import short_repr
+from jchop._common.checks import check, short_repr
 from jchop._common.on_demand import load_name
 from jchop._program.control import with_weak_types
 from jchop._program.run import interpret
@@ -50,8 +51,6 @@ from jchop._quantized.program.weight_layout import (
 )
 from jchop._round.arguments import check_key
 from jchop._storage._array import refuse_qarray_dicts
-
-Array = jax.Array
 
 
 def quantize_fn(fun: Callable[..., Any], rules: RuleLike, *, key: Array | None = None) -> QuantizedFunction:
@@ -360,8 +359,7 @@ class QuantizedFunction:
                 steps=steps, resume=resume, memory=memory, progress=progress, return_report=return_report
             )
             return self._pack(CallArguments(params, args, kwargs), scales, key, again=False)
-        if scales is not None:
-            raise ValueError("scales: parameters with learned scales are packed without batches")
+        check(scales is None, "scales: parameters with learned scales are packed without batches")
         pack_with_data = load_name("jchop.ptq._quantize", "pack_with_data")
         key = self.key if key is None else key
         packed, report = pack_with_data(self, params, batches, steps, key, progress, resume, memory)

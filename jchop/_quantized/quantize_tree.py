@@ -6,15 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
-from jchop._common.paths import nearest_paths_hint
+from jchop._common.paths import first_matches
 from jchop._common.settings import split_prng_key
 from jchop._quantized.products.operand_layout import check_finite
-from jchop._quantized.products.rule import ROUNDING_FIELDS, Location, Rule, RuleLike, as_rule_tuple, rule_index
+from jchop._quantized.products.rule import ROUNDING_FIELDS, Location, Rule, RuleLike, as_rule_tuple
 from jchop._round.arguments import check_key
 from jchop._storage import quantize
-
-Array = jax.Array
 
 
 def quantize_tree(params: Any, rules: RuleLike, key: Array | None = None) -> Any:
@@ -41,13 +40,7 @@ def quantize_tree(params: Any, rules: RuleLike, key: Array | None = None) -> Any
         check_key("key", key)
     keys = [None] * len(leaves) if key is None else list(split_prng_key(key, len(leaves)))
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    rule_indices = [rule_index(path, all_rules) for path in paths]
-    idle_rules = [rule for index, rule in enumerate(all_rules) if index not in rule_indices]
-    if idle_rules:
-        raise ValueError(
-            f"{', '.join(map(str, idle_rules))} matches no leaf, or only such as an earlier rule matches"
-            f"{nearest_paths_hint([rule.path for rule in idle_rules], paths)}"
-        )
+    rule_indices = first_matches("rules", [rule.path for rule in all_rules], paths)
     return jax.tree.unflatten(
         tree,
         [

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jax.core import Tracer, eval_context
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -20,7 +21,6 @@ from jchop._common.settings import jax_default_settings
 from jchop._core.rounding.random_bits import STREAM_START, StreamOffset
 from jchop._spec.spec import Spec
 
-Array = jax.Array
 #: The argument `key`: a typed key, which a stochastic spec needs.
 Key = Array | None
 #: The key of the rounding and the key of the cotangent's rounding; None if it draws nothing.
@@ -193,7 +193,7 @@ def mark_results(values: Any) -> Any:
     """Results of a public function. Traced numbers are marked by a primitive, whose operands `emulate` rounds."""
 
     def mark(x: Any) -> Any:
-        is_number = isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)
+        is_number = isinstance(x, Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)
         return _result_p.bind(x) if is_number else x
 
     return jax.tree.map(mark, values)
@@ -223,14 +223,14 @@ def run_numpy(function: Callable[[], Any], **dependencies: Any) -> Any:
             )
     result = function()
     if has_tracer(result):
-        with jax.core.eval_context():  # `ensure_compile_time_eval` would also evaluate within kernels
+        with eval_context():  # `ensure_compile_time_eval` would also evaluate within kernels
             result = function()
     return jax.tree.map(np.array, result)
 
 
 def has_tracer(tree: Any) -> bool:
     """Whether a leaf of `tree` is traced, so that it has no value yet."""
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
 
 
 # -- keys --------------------------------------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ def stream_offset(offset: Any, shape: tuple[int, ...], words: int = 1) -> tuple[
         raise ValueError(f"offset={offset!r} must be (starts, shape), each with {len(shape)} entries as x has axes")
     whole = tuple(check_int("offset: shape of the whole", size, 0, 1 << 32) for size in offset[1])
     for start, size, total in zip(offset[0], shape, whole, strict=True):
-        if size > total or (not isinstance(start, jax.core.Tracer) and start + size > total):
+        if size > total or (not isinstance(start, Tracer) and start + size > total):
             raise ValueError(f"offset={offset!r}: a part of shape {shape} does not lie within the whole")
     _check_last_index(offset, math.prod(whole), words)
     return StreamOffset((None,) * len(shape), whole), tuple(_offset_start(start)[0] for start in offset[0])
@@ -337,7 +337,7 @@ def _offset_start(start: Any) -> tuple[Any, int]:
             raise TypeError(
                 f"offset has an entry of shape {start.shape} and dtype {start.dtype}; allowed: integer scalars"
             )
-        if isinstance(start, jax.core.Tracer):
+        if isinstance(start, Tracer):
             return start, 0
     start = check_int("offset", start, 0, (1 << 64) - 1)
     low, high = start % (1 << 32), start >> 32 << 32

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import CARRIERS, Carrier, enable_x64_for
@@ -23,8 +24,6 @@ from jchop._round.arguments import JCHOP_SCOPE, carrier_of_dtype, check_key, mar
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import SpecLike, as_spec
 from jchop.formats import ElementFormat, FloatFormat, TaperedFormat, UniformFormat
-
-Array = jax.Array
 
 #: Numbers folded into the key for the words of the flips; the key itself is for the rounding.
 _FLIP_STREAM, _BIT_STREAM = 1, 2

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jchop._common.bit_ops import Carrier, enable_x64_for
 from jchop._common.checks import as_numpy, check, check_choice, check_int, keyword_hints
@@ -42,8 +42,6 @@ from jchop._round.arguments import (
 )
 from jchop._spec.spec import Gradient, Spec, SpecLike, as_spec
 from jchop.formats import ScaledFormat
-
-Array = jax.Array
 
 
 @keyword_hints(

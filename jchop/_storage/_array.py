@@ -11,10 +11,10 @@ from numbers import Number
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax import export
+from jax import Array, export
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jchop._common.bit_ops import fit_sharding, parts_of_axes, reshape
@@ -24,8 +24,6 @@ from jchop._spec.spec import Spec, parse
 from jchop._storage import _axis_groupings as groupings
 from jchop._storage import _codes, _notebook
 from jchop.formats import ElementFormat, ScaledFormat
-
-Array = jax.Array
 
 
 @partial(
@@ -132,7 +130,7 @@ class QArray:
             names = ("qvalue", "scale", "zero_point", *(() if self.places is None else ("places",)))
             parts = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
             return f"QArray({parts}, {facts})"
-        in_trace = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+        in_trace = any(isinstance(leaf, Tracer) for leaf in leaves)
         if in_trace or self.size > _MOST_REPR_ELEMENTS:
             return f"QArray(shape={self.shape}, {facts})"
         with jax.enable_x64(True):

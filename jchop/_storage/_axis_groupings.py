@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
-from jchop._common.checks import as_numpy
+from jchop._common.checks import as_numpy, check
 from jchop._common.settings import split_prng_key
 from jchop.formats import ScaledFormat
 from jchop.formats.scaled.scaled import axis_indexes
@@ -193,8 +193,7 @@ def _format_axes(fmt: ScaledFormat) -> list[tuple[int, AxisGrouping]]:
 
 def _check_format_axes(fmt: ScaledFormat, ndim: int) -> None:
     for axis, _ in _format_axes(fmt):
-        if not -ndim <= axis < ndim:
-            raise ValueError(f"{fmt} names axis {axis}, which an array of {ndim} axes does not have")
+        check(-ndim <= axis < ndim, f"{fmt} names axis {axis}, which an array of {ndim} axes does not have")
 
 
 def _as_tuple(item: Any) -> tuple[Any, ...]:
@@ -251,7 +250,7 @@ def _index_entry(axis: int, entry: Any, n: int) -> Index:
         is_integer = not isinstance(entry, bool) and hasattr(entry, "__index__")
     if not is_integer:
         raise TypeError(f"index {entry!r} of a QArray must be an integer, a slice, or an array of integers")
-    if not isinstance(entry, jax.core.Tracer):  # JAX would clamp what is out of range
+    if not isinstance(entry, Tracer):  # JAX would clamp what is out of range
         values = np.asarray(entry if isinstance(entry, jax.Array) else operator.index(entry))
         outside = values[(values < -n) | (values >= n)]
         if outside.size:

@@ -25,7 +25,7 @@ import jax
 import numpy as np
 
 from jchop._common.bit_ops import CARRIERS
-from jchop._common.checks import check, check_int, first_names
+from jchop._common.checks import check, check_instance, check_int, first_names
 from jchop._common.files import as_path, write_atomically
 from jchop._common.paths import matches_path, nearest_paths_hint, path_pattern
 from jchop._common.text import decibels
@@ -277,8 +277,7 @@ def round_file(
 def _as_element_progress(progress: bool | Callable[[int, int], object], name: str) -> Callable[[int, int], object]:
     if callable(progress):
         return progress
-    if not isinstance(progress, bool):
-        raise TypeError(f"progress={progress!r} must be True, False, or a function of two integers")
+    check_instance("progress", progress, bool, "True, False, or a function of two integers")
     if not progress:
         return lambda count, total: None
     return lambda count, total: print(f"{name}: {count} of {total} elements", file=sys.stderr)

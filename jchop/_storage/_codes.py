@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jchop import formats
 from jchop._common.bit_ops import CARRIERS, FLOAT32, FLOAT64, Carrier, has_sharding
@@ -26,7 +26,6 @@ from jchop._kernels.scaled import code_and_scale_shapes, dequantize_scaled
 from jchop._spec.spec import Spec
 from jchop._storage import _axis_groupings as groupings
 
-Array = jax.Array
 #: Codes of NumPy or JAX; the result of a function is of the same library.
 Codes = Any
 

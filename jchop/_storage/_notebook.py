@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.core
 import numpy as np
+from jax.core import Tracer
 
 from jchop._common import html
 from jchop._common.settings import always_jit
@@ -54,7 +54,7 @@ def qarray_facts(q: Any) -> list[tuple[str, str]]:
 def _has_readable_numbers(q: Any) -> bool:
     """Whether all leaves are arrays that can be read here: no tracers, shapes, gradients, deleted or remote arrays."""
     for leaf in jax.tree.leaves(q):
-        if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array | np.ndarray):
+        if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array | np.ndarray):
             return False
         if leaf.dtype == jax.dtypes.float0:  # of codes in a gradient
             return False

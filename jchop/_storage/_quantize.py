@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any, NamedTuple, overload
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax import export, lax
+from jax import Array, export, lax
+from jax.core import Tracer
 
 from jchop._common.bit_ops import CARRIERS, enable_x64_for, reshape
 from jchop._common.checks import check, check_bool, check_choice, check_float, check_int
@@ -41,8 +41,6 @@ from jchop._storage._array import QArray, check_qarray, qarray_of_scales, refuse
 from jchop._storage._axis_groupings import axes_from_end, map_over_stack
 from jchop.formats import ElementFormat, ScaledFormat, UniformFormat
 from jchop.formats.rounding import Rounding
-
-Array = jax.Array
 
 
 @overload
@@ -190,8 +188,7 @@ def dequantize(q: Any, dtype: Any = None, *, add_to: Any = None) -> Any:
     if add_to is not None:
         if dtype is not None and np.dtype(dtype) != add_to.dtype:
             raise ValueError(f"dtype={dtype!r} has no effect beside add_to, whose dtype is {add_to.dtype}")
-        if tuple(add_to.shape) != q.shape:
-            raise ValueError(f"add_to has shape {tuple(add_to.shape)}, and q {q.shape}")
+        check(tuple(add_to.shape) == q.shape, f"add_to has shape {tuple(add_to.shape)}, and q {q.shape}")
         dtype = add_to.dtype
     if isinstance(q, StoredAs):
         numbers = q.dequantize(dtype)
@@ -457,7 +454,7 @@ def _distinct_values(scales: Any, fmt: ElementFormat) -> np.ndarray:
 
 def _leaf_to_numpy(leaf: Any) -> Any:
     """A leaf as NumPy; a traced leaf is returned unchanged."""
-    return leaf if isinstance(leaf, jax.core.Tracer) else np.asarray(leaf)
+    return leaf if isinstance(leaf, Tracer) else np.asarray(leaf)
 
 
 # -- scales and zero points by half-quadratic quantization: a search over the data, not a rule of a format -------------
@@ -538,8 +535,7 @@ def check_float_zero_points(spec: Spec) -> ScaledFormat:
             f"spec={str(spec)!r} has zero_point={fmt.zero_point if fmt else None}; the search moves zero points that "
             "are numbers: zero_point='float', in text 'uint4(group=64,zero_point=float)'"
         )
-    if fmt.sparse is not None:
-        raise ValueError(f"spec={str(spec)!r} drops numbers, which the search does not; leave sparse out")
+    check(fmt.sparse is None, f"spec={str(spec)!r} drops numbers, which the search does not; leave sparse out")
     if fmt.scale not in _codes.CARRIER_FORMATS.values():
         raise ValueError(
             f"spec={str(spec)!r} has scale={str(fmt.scale)!r}; the search needs one of "

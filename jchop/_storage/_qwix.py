@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jchop import formats
 from jchop._common.bit_ops import FLOAT32, enable_x64_for
@@ -134,8 +133,7 @@ _QWIX_TEXTS = (_QWIX_NF4, "int2", "int3", "int5", "int6", "int7")
 def _qtype_of(element: formats.ElementFormat) -> Any:
     """The qtype in qwix of an element format."""
     name = next((name for name, fmt in _QWIX_ELEMENTS.items() if fmt == element), None)
-    if name is None:
-        raise ValueError(f"q has elements of {element}, for which qwix has no type")
+    check(name is not None, f"q has elements of {element}, for which qwix has no type")
     return name if name in _QWIX_TEXTS else jnp.dtype(name)
 
 
@@ -147,7 +145,7 @@ def _element_of_qtype(qtype: Any) -> formats.ElementFormat:
     return _QWIX_ELEMENTS[text]
 
 
-def _codes_to_native(entries: jax.Array, element: formats.ElementFormat, qtype: Any) -> jax.Array:
+def _codes_to_native(entries: Array, element: formats.ElementFormat, qtype: Any) -> Array:
     """Entries of codes as elements of qwix's dtype."""
     if isinstance(element, formats.CodebookFormat):
         return entries.astype(jnp.uint4)
@@ -160,7 +158,7 @@ def _codes_to_native(entries: jax.Array, element: formats.ElementFormat, qtype: 
     return lax.bitcast_convert_type(codes, qtype)
 
 
-def _native_to_codes(qvalue: jax.Array, element: formats.ElementFormat) -> jax.Array:
+def _native_to_codes(qvalue: Array, element: formats.ElementFormat) -> Array:
     """The inverse of `_codes_to_native`, as unsigned codes of a byte each."""
     if isinstance(element, formats.IntegerFormat):
         wide = qvalue.astype(jnp.int8 if element.signed else jnp.uint8)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import jax
-import jax.core
 import numpy as np
+from jax.core import Tracer
 
 from jchop._common.checks import as_numpy, check_int
 from jchop._round.round_to_format import round_to_format
@@ -68,7 +68,7 @@ class SeedCounter:
         Raises:
             ValueError: within a trace of JAX, which runs a call once and its program many times.
         """
-        if isinstance(x, jax.core.Tracer):
+        if isinstance(x, Tracer):
             raise ValueError("x is traced, and a compiled program would draw the same bits in every run: pass key=")
         self.calls += 1
         return (self.seed << 32) | ((self.calls - 1) & 0xFFFF_FFFF)

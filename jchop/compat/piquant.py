@@ -16,11 +16,11 @@ from __future__ import annotations
 import enum
 from typing import Any
 
-import jax
 import ml_dtypes
 import numpy as np
+from jax import Array
 
-from jchop._common.checks import as_numpy, check, check_choice, check_int
+from jchop._common.checks import as_numpy, check, check_choice, check_instance, check_int
 from jchop._spec.spec import Spec
 from jchop._storage import QArray, fit_scale
 from jchop._storage import dequantize as _dequantize
@@ -76,7 +76,7 @@ def quantize(
     scale: float,
     zero_point: int,
     round_mode: RoundMode = RoundMode.NEAREST,
-    key: jax.Array | None = None,
+    key: Array | None = None,
 ) -> np.ndarray:
     """The codes clamp(round(x / scale + zero_point)).
 
@@ -100,8 +100,7 @@ def quantize(
         '0b111000'
     """
     vector = _as_vector("array", array)
-    if not isinstance(round_mode, RoundMode):
-        raise TypeError(f"round_mode={round_mode!r} must be a RoundMode")
+    check_instance("round_mode", round_mode, RoundMode, "a RoundMode")
     parameters = _scale_parameters(scale, zero_point)
     codes = _quantize(
         vector, Spec(_code_format(quant_dtype), round_mode.value), key, scale=parameters[0], zero_point=parameters[1]
@@ -143,8 +142,7 @@ def dequantize(
         [0.5, 2.0]
     """
     fmt = _code_format(quant_dtype)
-    if not isinstance(reduce_op, ReduceOp):
-        raise TypeError(f"reduce_op={reduce_op!r} must be a ReduceOp")
+    check_instance("reduce_op", reduce_op, ReduceOp, "a ReduceOp")
     if shape is None:
         check(quant_dtype == "uint8", f"shape=None, but the bytes of {quant_dtype} codes do not determine their number")
         shape = codes.shape
@@ -174,8 +172,7 @@ def _float_dtype(name: str, dtype: Any) -> np.dtype:
 
 
 def _as_vector(name: str, array: np.ndarray) -> np.ndarray:
-    if not isinstance(array, np.ndarray):
-        raise TypeError(f"{name}={array!r} must be a NumPy array")
+    check_instance(name, array, np.ndarray, "a NumPy array")
     _float_dtype(f"{name}.dtype", array.dtype)
     return np.ascontiguousarray(as_numpy(name, array)).reshape(-1)
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from jchop._common.bit_ops import varying_axes
-from jchop._common.checks import check_bool, check_int
+from jchop._common.checks import check, check_bool, check_int
 from jchop._common.gradients import CustomJvp, linear_with_transpose
 from jchop._common.settings import jax_default_settings
 from jchop._round.arguments import rounding_key
@@ -24,7 +24,6 @@ from jchop._spec.spec import SpecLike, as_spec
 from jchop.distributed import _messages as messages
 from jchop.distributed._messages import TWO_SHOT, Algorithm, AxisName, Phase, Wire
 
-Array = jax.Array
 Accumulate = MatmulSpec | SpecLike | None
 
 #: Leaves with fewer elements share messages.
@@ -313,8 +312,7 @@ def check_collective(
 
 
 def _collective_axis(name: str, axis: int, ndim: int) -> int:
-    if ndim == 0:
-        raise ValueError(f"{name}={axis!r}: x has no axes")
+    check(ndim, f"{name}={axis!r}: x has no axes")
     return check_int(name, axis, -ndim, ndim - 1) % ndim
 
 
@@ -335,8 +333,7 @@ def _check_piece_shape(wire: Wire, shape: tuple[int, ...], axis: int, tiled: boo
 def _check_perm(perm: Any, count: int) -> tuple[tuple[int, int], ...]:
     pairs = tuple((check_int("perm", a, 0, count - 1), check_int("perm", b, 0, count - 1)) for a, b in perm)
     for ranks in zip(*pairs, strict=True):
-        if len(set(ranks)) < len(ranks):
-            raise ValueError(f"perm={list(pairs)} has a rank twice as a source or as a target")
+        check(len(set(ranks)) == len(ranks), f"perm={list(pairs)} has a rank twice as a source or as a target")
     return pairs
 
 

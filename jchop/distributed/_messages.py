@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from jchop._common.bit_ops import varying_axes
 from jchop._common.checks import as_numpy
@@ -27,7 +27,6 @@ from jchop._storage import QArray, dequantize, quantize
 from jchop._storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping, axis_groupings
 from jchop.formats import ScaledFormat
 
-Array = jax.Array
 #: The name of a mesh axis, or several names, of which the last varies fastest between ranks.
 AxisName = Any
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import CARRIERS, Carrier
-from jchop._common.checks import check_int
+from jchop._common.checks import check, check_int
 from jchop._common.settings import jax_default_settings
 from jchop._core.matmul.operations import spec_draws
 from jchop._core.rounding.codes import packed_size
@@ -28,8 +28,6 @@ from jchop.distributed import _messages as messages
 from jchop.distributed._collectives import check_collective
 from jchop.distributed._messages import AxisName, RankAxes
 from jchop.formats import ScaledFormat
-
-Array = jax.Array
 
 
 def quantize_parts(x: Any, axis_name: AxisName, spec: SpecLike, key: Array | None = None, *, axis: int = 0) -> Any:
@@ -70,8 +68,7 @@ def quantize_parts(x: Any, axis_name: AxisName, spec: SpecLike, key: Array | Non
     parts: list[_ArrayPart] = []
 
     def prepare(v: Array, k: Array | None) -> Array:
-        if not v.ndim:
-            raise ValueError("x has an array without axes, of which no axis can be cut")
+        check(v.ndim, "x has an array without axes, of which no axis can be cut")
         cut_axis = check_int("axis", axis, -v.ndim, v.ndim - 1) % v.ndim
         parts.append(_array_part(messages.vary_over(v, axes), k, spec, axes, cut_axis))
         return v
@@ -238,10 +235,8 @@ def unshard(
         axes = messages.as_rank_axes(axis_name)
         return map_arrays(lambda leaf: _gather_leaf(leaf, axes, axis), tree)
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        raise ValueError("axis_name=None, and there is no mesh: call it under jax.set_mesh(mesh)")
-    if AxisType.Manual in mesh.axis_types:
-        raise ValueError(f"axis_name=None inside jax.shard_map; pass one of {mesh.axis_names}")
+    check(not mesh.empty, "axis_name=None, and there is no mesh: call it under jax.set_mesh(mesh)")
+    check(AxisType.Manual not in mesh.axis_types, f"axis_name=None inside jax.shard_map; pass one of {mesh.axis_names}")
     explicit = AxisType.Explicit in mesh.axis_types
 
     def replicate(leaf: Array) -> Array:

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from jchop._common.bit_ops import varying_like
-from jchop._common.checks import check_int
+from jchop._common.checks import check, check_int
 from jchop._common.settings import jax_default_settings, split_prng_key
 from jchop._core.matmul.operations import operation_carrier
 from jchop._round.arguments import rounding_key
@@ -19,8 +19,6 @@ from jchop._spec.spec import SpecLike, as_spec
 from jchop.distributed import _messages as messages
 from jchop.distributed._collectives import BUCKET, Accumulate, check_collective
 from jchop.distributed._messages import AxisName, Phase, Wire
-
-Array = jax.Array
 
 
 class FeedbackState(NamedTuple):
@@ -226,8 +224,7 @@ def diloco(inner: Any, outer: Any, every: int) -> Transformation:
         return DilocoState(jnp.zeros((), jnp.int32), anchor, inner.init(params), outer.init(params))
 
     def update(updates: Any, state: DilocoState, params: Any = None, **extra: Any) -> tuple[Any, DilocoState]:
-        if params is None:
-            raise ValueError("params=None: diloco compares them with those of the last exchange; pass params")
+        check(params is not None, "params=None: diloco compares them with those of the last exchange; pass params")
         inner_updates, inner_state = inner.update(updates, state.inner, params, **extra)
         count = state.count + 1
 

@@ -6,7 +6,7 @@ import abc
 from dataclasses import dataclass
 from fractions import Fraction
 
-from jchop._common.checks import check_bool, check_int
+from jchop._common.checks import check, check_bool, check_int
 from jchop.formats._base import ElementFormat, Number, exact_number
 
 
@@ -140,8 +140,7 @@ class IntegerFormat(UniformFormat):
         check_bool("signed", self.signed)
         check_bool("narrow", self.narrow)
         object.__setattr__(self, "bits", check_int("bits", self.bits, 1 + self.signed, 64))
-        if self.narrow and not self.signed:
-            raise ValueError("narrow=True needs signed=True: an unsigned range has no minimum to drop")
+        check(not self.narrow or self.signed, "narrow=True needs signed=True: an unsigned range has no minimum to drop")
 
     @property
     def min_code(self) -> int:

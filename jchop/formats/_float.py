@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 
-from jchop._common.checks import check_bool, check_choice, check_int
+from jchop._common.checks import check, check_bool, check_choice, check_int
 from jchop.formats._base import ElementFormat, Number, exact_number, floor_log2
 
 NAN_CODES = ("ieee", "top", "negative_zero", "none")
@@ -93,8 +93,7 @@ class FloatFormat(ElementFormat):
             )
 
     def _check_max_exponent(self, value: int) -> None:
-        if self.nans != "ieee":
-            raise ValueError(f"max_exponent={value!r} needs nans='ieee', whose codes above infinity are all NaN")
+        check(self.nans == "ieee", f"max_exponent={value!r} needs nans='ieee', whose codes above infinity are all NaN")
         most = dataclasses.replace(self, max_exponent=None).emax
         exponent = check_int("max_exponent", value, self.emin, most)
         object.__setattr__(self, "max_exponent", None if exponent == most else exponent)

@@ -213,8 +213,7 @@ def as_axis_indices(axis: Any, ndim: int) -> AxisIndices:
     if axis is None:
         return tuple(range(ndim))
     axes = tuple(check_axis(a, ndim) for a in (axis if isinstance(axis, Sequence) else (axis,)))
-    if len(set(axes)) < len(axes):
-        raise ValueError(f"axis={axis!r} names an axis twice")
+    check(len(set(axes)) == len(axes), f"axis={axis!r} names an axis twice")
     return tuple(sorted(axes))
 
 

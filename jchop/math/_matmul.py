@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
 from jchop._common import bit_ops
@@ -36,8 +36,6 @@ from jchop._spec.spec import Spec
 from jchop._storage import quantize
 from jchop._storage._codes import decode_unscaled
 from jchop.math._call import round_to_dtype
-
-Array = jax.Array
 
 
 @keyword_hints(

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from jchop._common.bit_ops import gather_axes
-from jchop._common.checks import check, check_int
+from jchop._common.checks import check, check_instance, check_int
 from jchop._common.settings import jax_default_settings
 from jchop._round.arguments import Array, Key, as_operands
 from jchop._spec.accumulation import SumSpecLike, as_matmul_spec
@@ -296,8 +296,7 @@ def conv(
 
 def _parse_subscripts(subscripts: str, shapes: list[tuple[int, ...]]) -> tuple[list[str], str]:
     """The indices of each operand, and of the result."""
-    if not isinstance(subscripts, str):
-        raise TypeError(f"subscripts={subscripts!r} must be text such as 'ij,jk->ik'")
+    check_instance("subscripts", subscripts, str, "text such as 'ij,jk->ik'")
     inputs, arrow, result = subscripts.replace(" ", "").partition("->")
     terms, letters = inputs.split(","), inputs.replace(",", "")
     if not arrow:
@@ -328,8 +327,7 @@ def _tensordot_axes(axes: Any, left: tuple[int, ...], right: tuple[int, ...]) ->
     axis_lists = [list(side) if isinstance(side, Sequence) else [side] for side in axes]
     shapes = (left, right)
     first, second = ([check_axis(a, len(s), "axes") for a in side] for side, s in zip(axis_lists, shapes, strict=True))
-    if len(first) != len(second) or len(set(first)) < len(first) or len(set(second)) < len(second):
-        raise ValueError(message)
+    check(len(first) == len(second) and len(set(first)) == len(first) and len(set(second)) == len(second), message)
     pairs = sorted(zip(first, second, strict=True))
     for one, other in pairs:
         if left[one] != right[other]:
@@ -357,8 +355,7 @@ def _contraction_path(subscripts: str, arrays: list[Any], optimize: Any) -> _Con
         if len(indices) != 2 or len(step) != 2:
             raise ValueError(f"optimize={optimize!r}: {step} is not a pair of the {count} arrays that are left")
         count -= 1
-    if count != 1:
-        raise ValueError(f"optimize={optimize!r} leaves {count} arrays; {len(arrays) - 1} pairs are needed")
+    check(count == 1, f"optimize={optimize!r} leaves {count} arrays; {len(arrays) - 1} pairs are needed")
     return tuple(path)
 
 
@@ -457,8 +454,7 @@ def _conv_window(
 
 def _per_spatial_axis(name: str, value: Any, axis_count: int) -> tuple[int, ...]:
     values = tuple(value) if isinstance(value, Sequence) else (value,) * axis_count
-    if len(values) != axis_count:
-        raise ValueError(f"{name}={value!r} must be one integer, or one for each of {axis_count} axes")
+    check(len(values) == axis_count, f"{name}={value!r} must be one integer, or one for each of {axis_count} axes")
     return tuple(check_int(name, v, 1) for v in values)
 
 

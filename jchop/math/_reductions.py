@@ -296,10 +296,7 @@ def _run_reduction(
     initial: Any = None,
     **options: Any,
 ) -> Any:
-    check_bool("keepdims", keepdims)
-    arrays = _reduction_operands(x, initial)
-    axes = as_axis_indices(axis, arrays[0].ndim)
-    mask = as_mask_operands(where, arrays[0].shape)
+    arrays, axes, mask = _reduction_operands(x, axis, keepdims, where, initial)
     count = math.prod(arrays[0].shape[a] for a in axes)
     if function in (_mean, _variance, _deviation):
         _check_count(count, options.get("ddof", 0), bool(mask), arrays[0].dtype)
@@ -311,19 +308,20 @@ def _run_reduction(
     return run_sums(function, spec, operands, key, more, **options)
 
 
-def _reduction_operands(x: Any, initial: Any) -> list[Any]:
-    """`x`, and `initial` if it is given, of one dtype."""
-    if initial is None:
-        return as_operands("x", (x,))
-    arrays = as_operands(("x", "initial"), (x, initial))
-    check(arrays[1].shape == (), f"initial has shape {arrays[1].shape}; it must be a scalar")
-    return arrays
+def _reduction_operands(
+    x: Any, axis: AxisArgument, keepdims: bool, where: Any, initial: Any
+) -> tuple[list[Any], AxisIndices, tuple[Any, ...]]:
+    """`x`, and `initial` if it is given, of one dtype; the axes; and the mask if there is one."""
+    check_bool("keepdims", keepdims)
+    arrays = as_operands("x", (x,)) if initial is None else as_operands(("x", "initial"), (x, initial))
+    for scalar in arrays[1:]:
+        check(scalar.shape == (), f"initial has shape {scalar.shape}; it must be a scalar")
+    return arrays, as_axis_indices(axis, arrays[0].ndim), as_mask_operands(where, arrays[0].shape)
 
 
 def _check_count(count: int, ddof: int, has_mask: bool, dtype: Any) -> None:
     """Refuses numbers of elements that the carrier does not hold, or too few elements."""
-    if ddof > 0 and ddof >= count:
-        raise ValueError(f"ddof={ddof} must be less than the number of elements, {count}")
+    check(ddof <= 0 or ddof < count, f"ddof={ddof} must be less than the number of elements, {count}")
     carrier, divisor = operation_carrier(dtype), abs(count - ddof)
     if has_mask and count > 2 << carrier.fraction:
         raise ValueError(f"{count} elements may be more than {carrier.name} counts exactly; cast x to float64")
@@ -482,9 +480,7 @@ def prod(
         >>> float(jc.math.prod([3.0, 3.0, 3.0], "e5m2"))
         24.0
     """
-    check_bool("keepdims", keepdims)
-    arrays = _reduction_operands(x, initial)
-    axes, mask = as_axis_indices(axis, arrays[0].ndim), as_mask_operands(where, arrays[0].shape)
+    arrays, axes, mask = _reduction_operands(x, axis, keepdims, where, initial)
     options = {"axes": axes, "keepdims": keepdims, "has_initial": len(arrays) > 1}
     operands = _gather_summed_axes([*arrays, *mask], axes)
     return _run_recurrence(_product, operands, spec, key, **options)
@@ -700,10 +696,8 @@ def argmin(x: Any, spec: SpecLike, key: Key = None, *, axis: int | None = None, 
 def _run_extremum(
     function: Any, x: Any, spec: SpecLike, key: Any, axis: Any, keepdims: bool, where: Any, initial: Any
 ) -> Any:
-    check_bool("keepdims", keepdims)
-    arrays = _reduction_operands(x, initial)
+    arrays, axes, mask = _reduction_operands(x, axis, keepdims, where, initial)
     spec, _ = as_math_operands("x", arrays[:1], spec, "held")
-    axes, mask = as_axis_indices(axis, arrays[0].ndim), as_mask_operands(where, arrays[0].shape)
     if initial is None:
         check(not mask, "where without initial: a group without elements would have no result; pass initial")
         _check_nonempty_axes(arrays[0].shape, axes)

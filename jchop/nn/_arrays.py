@@ -16,8 +16,6 @@ from jchop._storage import QArray
 from jchop._storage._array import check_group_sharding
 from jchop.nn._trees.equinox_modules import is_equinox_module
 
-Array = jax.Array
-
 
 def shard(model: Any, rules: Mapping[str, PartitionSpec], mesh: Mesh) -> Any:
     """Places a model, or any pytree, on the devices of a mesh: packed parameters too, cut between their groups.

@@ -7,9 +7,9 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array, lax
 
 from jchop._common.checks import check, check_instance
 from jchop._quantized.products.rule import Location
@@ -23,7 +23,6 @@ from jchop.nn._nnx.programs import calibrate_program, is_nnx_program
 from jchop.nn._nnx.rounding_modules import PastMagnitudes, RoundedProduct, rounding_module_in
 from jchop.nn._trees.equinox_modules import calibrate_equinox_module, check_flax_or_equinox, is_equinox_module
 
-Array = jax.Array
 T = TypeVar("T")
 M = TypeVar("M", bound=nnx.Module)
 
@@ -249,7 +248,7 @@ def _fold_norm(path: str, layer: Any, norm_path: str, norm: Any) -> None:
             f"the BatchNorm at {norm_path!r} has axis={norm.axis} and num_features={norm.num_features}; behind {what} "
             f"they must be -1 and {kernel.shape[axis]}"
         )
-    gain = jax.lax.rsqrt(norm.var[...].astype(jnp.float32) + norm.epsilon)
+    gain = lax.rsqrt(norm.var[...].astype(jnp.float32) + norm.epsilon)
     gain = gain if norm.scale is None else gain * norm.scale[...].astype(jnp.float32)
     bias = 0.0 if layer.bias is None else layer.bias[...].astype(jnp.float32)
     bias = (bias - norm.mean[...].astype(jnp.float32)) * gain

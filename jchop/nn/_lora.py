@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax import Array
 
 from jchop._common.checks import check, check_bool, check_instance
 from jchop._common.paths import matches_path
@@ -32,8 +33,6 @@ from jchop.nn._shared.lora_rule import (
 from jchop.nn._shared.program_classes import ExampleInputs
 from jchop.nn._trees.equinox_modules import check_flax_or_equinox, is_equinox_module
 from jchop.nn._trees.lora import AdaptableEquinox, AdaptableModel, AdapterTarget, as_matrix, param_numbers
-
-Array = jax.Array
 
 
 def add_lora(

@@ -6,8 +6,8 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypeVar, overload
 
-import jax
 from flax import linen, nnx
+from jax import Array
 
 from jchop._common.checks import check, check_choice, first_names
 from jchop._quantized.products.operand_layout import check_finite
@@ -45,12 +45,12 @@ def quantize(model: linen.Module, rules: RuleLike) -> Quantized: ...
 def quantize(
     model: T, rules: RuleLike, mode: LayerMode = ..., *, inputs: ExampleInputs | None = ...,
     call: ModelCall | None = ..., batches: Iterable[Any] | None = ..., steps: Any = ..., rngs: nnx.Rngs | None = ...,
-    key: jax.Array | None = ..., return_report: Literal[False] = ...,
+    key: Array | None = ..., return_report: Literal[False] = ...,
 ) -> T: ...  # fmt: skip
 @overload
 def quantize(
     model: T, rules: RuleLike, mode: LayerMode, *, inputs: ExampleInputs | None = ..., call: ModelCall | None = ...,
-    batches: Iterable[Any], steps: Any = ..., rngs: nnx.Rngs | None = ..., key: jax.Array | None = ...,
+    batches: Iterable[Any], steps: Any = ..., rngs: nnx.Rngs | None = ..., key: Array | None = ...,
     return_report: Literal[True],
 ) -> tuple[T, Any]: ...  # fmt: skip
 def quantize(
@@ -63,7 +63,7 @@ def quantize(
     batches: Iterable[Any] | None = None,
     steps: Any = None,
     rngs: nnx.Rngs | None = None,
-    key: jax.Array | None = None,
+    key: Array | None = None,
     return_report: bool = False,
 ) -> Any:
     """Copies a model and makes the copy round by rules.

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.nnx.tracers import TraceState
+from jax import Array
 
 from jchop._common.checks import check, check_choice
 from jchop._common.text import RowReport, TableOrLine, decibels, format_decibels
@@ -33,8 +34,6 @@ from jchop.nn._nnx.rounding_modules import RoundedConvolution
 from jchop.nn._quantize import quantize
 from jchop.nn._shared.program_classes import ExampleInputs
 from jchop.nn._trees.equinox_modules import check_flax_or_equinox, is_equinox_module, report_equinox_module
-
-Array = jax.Array
 
 #: A parameter that stays in full precision: its path, its shape, and the reason.
 WideParam = tuple[str, tuple[int, ...], str]

@@ -8,20 +8,17 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
-from jchop._common.checks import check_int
+from jchop._common.checks import check, check_int
 from jchop._common.settings import always_jit
 from jchop._core.scaled.groups import largest_mask, sparse_mask
 from jchop._round.arguments import as_operands, has_tracer, run_on_operands
 from jchop._storage import QArray, dequantize
 from jchop._storage._array import check_qarray
 from jchop.formats.scaled.scaled import axis_indexes
-
-Array = jax.Array
 
 #: The largest side of tiles: there are 90 masks with 2 of 4, and 2040 with 2 of 5.
 _LARGEST_TILE = 4
@@ -79,8 +76,7 @@ def check_sparsity_pattern(n: object, m: object, axis: object = -1) -> tuple[tup
         TypeError, ValueError: that name the argument.
     """
     axes = tuple(axis) if isinstance(axis, tuple | list) else (axis,)
-    if len(axes) not in (1, 2):
-        raise ValueError(f"axis={axis!r} must be one axis, or two for tiles")
+    check(len(axes) in (1, 2), f"axis={axis!r} must be one axis, or two for tiles")
     axis_tuple = tuple(check_int("axis", each, -(1 << 15), 1 << 15) for each in axes)
     high = _LARGEST_TILE if len(axes) == 2 else None
     most = check_int("m (the side of a tile)" if high else "m", m, 2, high)
@@ -175,8 +171,7 @@ def pack(q: QArray, n: int, m: int, *, axis: int = -2) -> QArray:
     is_nonzero = np.moveaxis(np.asarray(numbers) != 0, axis_index, -1)
     is_nonzero = np.pad(is_nonzero, [*[(0, 0)] * (is_nonzero.ndim - 1), (0, -is_nonzero.shape[-1] % m)])
     most = int(is_nonzero.reshape(*is_nonzero.shape[:-1], -1, m).sum(-1).max(initial=0))
-    if most > n:
-        raise ValueError(f"q has {most} of {m} numbers along axis={axis} that are not zero; n={n} allows fewer")
+    check(most <= n, f"q has {most} of {m} numbers along axis={axis} that are not zero; n={n} allows fewer")
     spec = replace(q.spec, format=fmt(sparse=pattern, sparse_axis=axis_index))
     return q.thinned(_largest_of_groups(jnp.asarray(numbers), spec.scaled), spec, axis_index)
 

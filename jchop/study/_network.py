@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax import Array
 from jax.flatten_util import ravel_pytree
 from sklearn import datasets
 
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec
 
-Array = jax.Array
 #: Share of the samples kept for testing.
 TEST_SHARE = 0.3
 

@@ -10,18 +10,16 @@ from typing import Any
 
 import jax
 import torch
-from torch import nn
+from jax import Array
+from torch import Tensor, nn
 
 from jchop import math
 from jchop._common.bit_ops import enable_x64_for
-from jchop._common.checks import check_int
+from jchop._common.checks import check, check_int
 from jchop._common.settings import always_jit
 from jchop._spec.accumulation import MatmulSpec, SumSpecLike
 from jchop._spec.spec import Gradient, SpecLike, as_spec
 from jchop.torch import _operators as operators
-
-Array = jax.Array
-Tensor = torch.Tensor
 
 
 def round_to_format(
@@ -238,8 +236,7 @@ class Quantizer(nn.Module):
         super().__init__()
         self.rounding = None if forward is None else operators.plan_of(as_spec(forward, "forward", scaled=True))
         if self.rounding is not None and self.rounding.gradient is not None:
-            if backward is not None:
-                raise ValueError(f"forward={str(forward)!r} rounds the gradient, but so does backward={backward!r}")
+            check(backward is None, f"forward={str(forward)!r} rounds the gradient, but so does backward={backward!r}")
             backward = self.rounding.gradient
         gradient = None if backward is None else as_spec(backward, "backward", scaled=True)
         if gradient is not None and gradient.gradient != Gradient():
@@ -348,8 +345,7 @@ def matmul(
         operators.check_carrier(name, value, complex_too=False)
     if a.dtype != b.dtype:
         raise TypeError(f"a has dtype {a.dtype} and b has dtype {b.dtype}; they must be the same: cast one of them")
-    if a.device != b.device:
-        raise ValueError(f"a is on {a.device} and b on {b.device}; they must be on one device")
+    check(a.device == b.device, f"a is on {a.device} and b on {b.device}; they must be on one device")
     text, draws = _matmul_text(spec)
     words = operators.rounding_words(text, draws, seed, generator)
     if torch.is_grad_enabled():

@@ -13,22 +13,20 @@ from functools import lru_cache, partial, wraps
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import torch
-from jax import lax
+from jax import Array, lax
+from torch import Tensor
 
 from jchop._common.bit_ops import enable_x64_for
-from jchop._common.checks import check_int
+from jchop._common.checks import check, check_instance, check_int
 from jchop._common.settings import always_jit
 from jchop._round.arguments import has_tracer
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Gradient, Spec, as_spec, parse
 
-Array = jax.Array
-Tensor = torch.Tensor
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 
@@ -119,16 +117,13 @@ def rounding_words(
     Raises:
         TypeError, ValueError: for an invalid seed, or if neither seed nor generator is given.
     """
-    if seed is not None and generator is not None:
-        raise ValueError(f"{name}={seed!r} and generator= are given; pass one of them")
+    check(seed is None or generator is None, f"{name}={seed!r} and generator= are given; pass one of them")
     if not draws:
         return key_words(())
     if seed is not None:
         return words_of_seed(seed, name=name)
-    if generator is None:
-        raise ValueError(f"spec={spec!r} rounds stochastically: pass {name}=, an integer, or generator=")
-    if not isinstance(generator, torch.Generator):
-        raise TypeError(f"generator={generator!r} must be a torch.Generator")
+    check(generator is not None, f"spec={spec!r} rounds stochastically: pass {name}=, an integer, or generator=")
+    check_instance("generator", generator, torch.Generator, "a torch.Generator")
     return generator_words(generator)
 
 
@@ -196,8 +191,7 @@ def as_tensor(array: Array) -> torch.Tensor:
         >>> jc.torch.as_tensor(q.qvalue)
         tensor([ 38, 121], dtype=torch.uint8)
     """
-    if not isinstance(array, Array):
-        raise TypeError(f"array={array!r} must be a JAX array; for a NumPy array use torch.from_numpy")
+    check_instance("array", array, Array, "a JAX array; for a NumPy array use torch.from_numpy")
     check_has_numbers("array", array)
     try:
         return torch.from_dlpack(array)
@@ -265,8 +259,7 @@ def _hindrance(tensor: torch.Tensor) -> str | None:
 
 
 def _copy_or_raise(tensor: torch.Tensor, reason: str, copy: bool) -> torch.Tensor:
-    if not copy:
-        raise ValueError(f"tensor {reason}, so its memory cannot be shared with JAX: pass copy=True to allow a copy")
+    check(copy, f"tensor {reason}, so its memory cannot be shared with JAX: pass copy=True to allow a copy")
     return tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
-from jchop._common.checks import check_int
+from jchop._common.checks import check, check_instance, check_int
 from jchop._spec.spec import SpecLike
 from jchop.torch import _operators as operators
 
-Tensor = torch.Tensor
 _GRADIENT_ROLE, _ACCUMULATOR_ROLE, _WEIGHT_ROLE, _MOMENTUM_ROLE = range(4)
 #: Attributes of a copied `OptimLP` that other optimizers do not have.
 _STATE_ATTRIBUTES = ("optimizer", "gradient_scale", "seed", "steps", "accumulators", "_plans")
@@ -73,8 +73,7 @@ class OptimLP(Optimizer):
         gradient_scale: float = 1.0,
         seed: int | None = 0,
     ) -> None:
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer={optimizer!r} must be an optimizer of torch")
+        check_instance("optimizer", optimizer, Optimizer, "an optimizer of torch")
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.optimizer = optimizer
         specs = {"gradient": gradient, "accumulator": accumulator, "weight": weight, "momentum": momentum}
@@ -273,6 +272,5 @@ def _moment_tensors(state: dict[str, Any], shape: torch.Size) -> Iterator[Tensor
 
 def _optimizer_plan(name: str, spec: SpecLike) -> operators.SpecPlan:
     plan = operators.plan_of(spec)
-    if plan.gradient is not None:
-        raise ValueError(f"{name}={str(spec)!r} rounds a gradient, but an optimizer step has none")
+    check(plan.gradient is None, f"{name}={str(spec)!r} rounds a gradient, but an optimizer step has none")
     return plan

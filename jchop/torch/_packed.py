@@ -10,18 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from jchop import _storage
 from jchop._common.bit_ops import enable_x64_for
+from jchop._common.checks import check_instance
 from jchop._storage import QArray
 from jchop._storage._codes import check_qarray_leaves, qarray_shape
 from jchop._storage._save import join_qarray, qarray_description, qarray_tensors
 from jchop.torch import _operators as operators
 from jchop.torch._operators import CARRIER_NAMES
-
-Tensor = torch.Tensor
 
 #: The end of the name of the submodule that holds a packed parameter.
 PACKED_SUFFIX = "_packed"
@@ -127,8 +126,7 @@ class PackedTensor(nn.Module):
 
     def __init__(self, q: QArray) -> None:
         super().__init__()
-        if not isinstance(q, QArray):
-            raise TypeError(f"q={q!r} must be a jchop.QArray, as returned by jchop.torch.quantize of a tensor")
+        check_instance("q", q, QArray, "a jchop.QArray, as returned by jchop.torch.quantize of a tensor")
         operators.check_has_numbers("q", q)
         check_qarray_leaves(q)
         for name, part in qarray_tensors("", q).items():

@@ -9,11 +9,11 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from jchop._common.checks import check_choice, short_repr
+from jchop._common.checks import check, check_choice, check_instance
 from jchop._common.paths import matches_path, nearest_paths_hint, path_pattern
 from jchop._common.text import RowReport, TableOrLine
 from jchop._quantized.products.rule import Rule, RuleLike, as_rule_tuple
@@ -23,7 +23,6 @@ from jchop.torch._functions import Quantizer, first_words
 from jchop.torch._operators import check_carrier, check_tensor, outside_graphs, plan_of, rounding_words
 from jchop.torch._packed import PackedTensor, pack_parameter, packed_parameters, tensor_codes
 
-Tensor = torch.Tensor
 QuantizeMode = Literal["qat", "ptq", "weight_only"]
 _QUANTIZE_MODES = ("qat", "ptq", "weight_only")
 #: Names of the submodules that round the inputs and outputs of a layer.
@@ -121,8 +120,7 @@ def quantize(
         if generator is not None or copy:
             raise ValueError("generator= and copy= are for tensors; the roundings of a module are seeded by seed=")
         return _convert_module(x, rules, 0 if seed is None else seed, mode)
-    if mode != "qat":
-        raise ValueError(f"mode={mode!r} is for modules; a tensor becomes a QArray")
+    check(mode == "qat", f"mode={mode!r} is for modules; a tensor becomes a QArray")
     check_carrier("x", x, complex_too=False)
     plan = plan_of(rules)  # type: ignore[arg-type]
     return tensor_codes(x, plan.spec, rounding_words(plan.spec, plan.draws, seed, generator), copy=copy)
@@ -435,8 +433,7 @@ def report(module: nn.Module) -> ModuleReport:
         1.bias    LayerNorm     float32  -       8          32     32
         all                                                388  5.791
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module={short_repr(module)} must be a torch.nn.Module")
+    check_instance("module", module, nn.Module, "a torch.nn.Module")
     earlier_ids: set[int] = set()
     rows = []
     for path, layer, _ in parameter_layers(module):

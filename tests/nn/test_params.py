@@ -50,7 +50,7 @@ def stochastic_leaves_draw_from_keys_of_their_own() -> None:
 @each(
     ("rules", "error", "words"),
     [
-        (jc.Rule("tail", weight="e4m3"), ValueError, "matches no leaf"),
+        (jc.Rule("tail", weight="e4m3"), ValueError, "rules: 'tail' matches no array"),
         (jc.Rule("kernel", weight="e4m3", bias="e4m3"), ValueError, "bias has no effect"),
         (jc.Rule("step", weight="e4m3"), TypeError, "the leaf 'head/step'.*int32"),
         (jc.Rule("kernel", weight="e4m3:stochastic"), ValueError, "the leaf 'head/kernel'.*key=None"),

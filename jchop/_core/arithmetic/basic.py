@@ -17,9 +17,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT64, Carrier
@@ -49,8 +48,6 @@ from jchop._spec.spec import Spec
 from jchop.formats import FloatFormat, StringFormat
 from jchop.formats._catalogue import binary32, binary64
 from jchop.formats.rounding import Overflow, Rounding
-
-Array = jax.Array
 
 _OWN_SPECS = {"float32": Spec(binary32), "float64": Spec(binary64)}
 

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import Carrier
 from jchop._core.arithmetic.exact import ExactResult, significand
 from jchop._core.rounding.codes import extend_exponent
-
-Array = jax.Array
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import CARRIERS, Carrier
@@ -21,8 +20,6 @@ from jchop._core.rounding.modes import KnownFraction, RandomBits, rounding_thres
 from jchop._spec.spec import Spec
 from jchop.formats import CodebookFormat, ElementFormat, FloatFormat, TaperedFormat, UniformFormat
 from jchop.formats.rounding import Overflow, Rounding
-
-Array = jax.Array
 
 # == ranges of operands ================================================================================================
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, enable_x64, lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32, FLOAT64
@@ -24,8 +23,6 @@ from jchop._spec.spec import Spec
 from jchop.formats import FloatFormat
 from jchop.formats._catalogue import binary32
 from jchop.formats.rounding import Overflow, Rounding
-
-Array = jax.Array
 
 #: A sum with this number has its last place at 1; the half keeps signed sums in one binade.
 FLOAT64_LEAD = 1.5 * 2.0**FLOAT64.fraction
@@ -73,7 +70,7 @@ def narrow_float64(x: Array) -> Array:
 
 def narrow_to_bits(x: Array) -> Array:
     """The bits of positive numbers, rounded to float32."""
-    with jax.enable_x64(True):
+    with enable_x64(True):
         return float_to_bits(narrow_float64(x))
 
 
@@ -108,7 +105,7 @@ def quotient_bits(magnitude: Array, divisor: Fraction, fmt: FloatFormat, other: 
     Returns:
         Magnitude bits of float32; infinity for numbers above its range.
     """
-    with jax.enable_x64(True):
+    with enable_x64(True):
         is_binary32 = fmt.frac_bits == FLOAT32.fraction  # then `narrow_float64` is the rounding
         x = (
             _near_quotient(magnitude, divisor, other, fmt)
@@ -121,7 +118,7 @@ def quotient_bits(magnitude: Array, divisor: Fraction, fmt: FloatFormat, other: 
 
 def quotient_in_float64(magnitude: Array, divisor: Fraction, fmt: FloatFormat, other: Array | None = None) -> Array:
     """`quotient_bits` as numbers of float64, finite for finite magnitudes."""
-    with jax.enable_x64(True):
+    with enable_x64(True):
         x = _near_quotient(magnitude, divisor, other, fmt)
         lead = bit_ops.with_constant(lax.mul, format_spacing(x, fmt), FLOAT64_LEAD)
         return lax.sub(lax.add(x, lead), lead)
@@ -185,7 +182,7 @@ def operation_in_float64(name: str, args: Sequence[Array], spec: Spec, word: Arr
     assert isinstance(fmt, FloatFormat)
     bits = [float_to_bits(x) for x in args]
     sign = (bits[0] ^ bits[1] if name == "div" else bits[0]) & FLOAT32.sign_bit
-    with jax.enable_x64(True):
+    with enable_x64(True):
         x, *divisors = (widen_magnitude(magnitude_bits & bit_ops.low_mask(31)) for magnitude_bits in bits)
         exact = _snap_quotient(x * (1 / divisors[0]) if divisors else lax.sqrt(x))
         spacing = format_spacing(exact, fmt)

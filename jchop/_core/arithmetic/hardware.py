@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32, Carrier
@@ -23,9 +22,6 @@ from jchop._core.rounding.modes import NEAREST_MODES, ROUNDING_ADDENDS, TINY_SEN
 from jchop._spec.spec import Spec
 from jchop.formats import ElementFormat, FloatFormat
 from jchop.formats.rounding import Overflow, Rounding
-
-Array = jax.Array
-
 
 # == by one addition ===================================================================================================
 # Rounding to nearest even, if the range of a value is known (normal values of the carrier, none too large), in a

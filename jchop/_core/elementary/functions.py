@@ -13,10 +13,9 @@ from fractions import Fraction
 from math import factorial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32
@@ -43,8 +42,6 @@ from jchop._core.rounding.elements import round_to_spec
 from jchop._core.rounding.grid import carrier_holds
 from jchop._spec.spec import Spec
 from jchop.formats import CodebookFormat
-
-Array = jax.Array
 
 #: The least exponent of powers of two in sums: smaller ones have the same effect, and must not become zero.
 _LEAST_TERM_EXPONENT = -60

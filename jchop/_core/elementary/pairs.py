@@ -17,18 +17,15 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32
 from jchop._core.arithmetic import double_word
 from jchop._core.arithmetic.exact import ExactResult, significand
 from jchop._core.rounding.codes import bits_to_float, float_to_bits
-
-Array = jax.Array
 
 #: The mask of the first 12 bits of a float32 significand, so that products of halves are exact.
 _UPPER_HALF = ~0xFFF

@@ -17,7 +17,7 @@ from functools import cached_property, reduce
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32, FLOAT64, Carrier
@@ -32,9 +32,6 @@ from jchop._spec.spec import Spec
 from jchop.formats import ElementFormat, FloatFormat, ScaledFormat
 from jchop.formats._catalogue import binary32
 from jchop.formats.rounding import Overflow, Rounding
-
-Array = jax.Array
-
 
 # == the unit ==========================================================================================================
 

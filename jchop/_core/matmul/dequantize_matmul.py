@@ -16,10 +16,9 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import CARRIERS, FLOAT32, low_mask
@@ -27,8 +26,6 @@ from jchop._core.rounding.codes import decode_elements
 from jchop._core.rounding.grid import carrier_holds
 from jchop._spec.spec import Spec
 from jchop.formats import ElementFormat
-
-Array = jax.Array
 
 #: The number of rows of W that are decoded at a time.
 _DECODE_ROWS = 512

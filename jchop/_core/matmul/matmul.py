@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jchop._common.bit_ops import CARRIERS, FLOAT32, Carrier, enable_x64_for
 from jchop._core.arithmetic.basic import add_and_round, multiply_add_and_round, multiply_and_round
@@ -28,7 +28,6 @@ from jchop._core.xla.sizes import are_static
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec
 
-Array = jax.Array
 StepIndex = Array | int
 #: The random words of a tile: draw("product" or "accumulate", step); called only if that rounding is stochastic.
 WordSource = Callable[[str, StepIndex], Array]
@@ -48,7 +47,7 @@ class MatmulPlan:
     @property
     def draws(self) -> bool:
         """Whether a product or a sum draws random words."""
-        return _rounding_draws(self.spec.product) or _rounding_draws(self.spec.accumulate)
+        return spec_draws(self.spec.product) or spec_draws(self.spec.accumulate)
 
     @cached_property
     def operand(self) -> ValueRange:
@@ -84,7 +83,8 @@ class MatmulPlan:
         return ValueRange(max(exact.quantum, whole.quantum), whole.precision, top)
 
 
-def _rounding_draws(spec: Spec | None) -> bool:
+def spec_draws(spec: Spec | None) -> bool:
+    """Whether a rounding under `spec` takes random words."""
     return spec is not None and spec.rounding.stochastic
 
 
@@ -152,7 +152,7 @@ def _round_tile_sum(
 
 
 def _step_word(spec: Spec | None, draw: WordSource | None, stream: str, step: StepIndex) -> Array | None:
-    if not _rounding_draws(spec):
+    if not spec_draws(spec):
         return None
     assert draw is not None
     return draw(stream, step)

@@ -14,17 +14,16 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import CARRIERS, FLOAT32, Carrier
 from jchop._core.arithmetic import basic, exact, hardware
 from jchop._core.arithmetic.double_word import square_root
 from jchop._core.matmul.aligned import require_aligned_order
-from jchop._core.matmul.matmul import matmul_body
+from jchop._core.matmul.matmul import matmul_body, spec_draws
 from jchop._core.rounding.elements import round_to_spec
 from jchop._core.rounding.grid import require_carrier, x64_remedy
 from jchop._core.rounding.random_bits import SEEDS, StreamOffset, flat_index, random_words, words_like
@@ -32,8 +31,6 @@ from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec, as_spec
 from jchop.formats import FloatFormat
 from jchop.formats.rounding import Overflow, Rounding
-
-Array = jax.Array
 
 
 def round_operation(
@@ -130,11 +127,6 @@ def check_matmul(spec: MatmulSpec, dtype: Any, allow_scales: bool = False) -> No
 
 
 # -- random words ------------------------------------------------------------------------------------------------------
-
-
-def spec_draws(spec: Spec | None) -> bool:
-    """Whether a rounding under `spec` takes random words."""
-    return spec is not None and spec.rounding.stochastic
 
 
 def operation_words(seeds: Sequence[Array], like: Array, number: int = 0) -> Array:
@@ -381,7 +373,6 @@ def sum_along(
     mspec: MatmulSpec,
     seeds: Array | None = None,
     *,
-    keepdims: bool = False,
     value_spec: Spec | None = None,
     matmul: Callable[..., Array] = matmul_body,
 ) -> Array:
@@ -395,7 +386,6 @@ def sum_along(
         axis: the axis, or several, with elements in C order.
         mspec: the arithmetic.
         seeds: twelve uint32, if ``mspec.accumulate`` draws.
-        keepdims: whether to keep the axes, with length one.
         value_spec: the spec that holds the values of `x`, for a faster way. Default: ``mspec.operands``.
         matmul: the function that multiplies matrices.
 
@@ -407,8 +397,7 @@ def sum_along(
     wide = rows.astype(operation_carrier(x.dtype).name)
     ones = jnp.ones((1, rows.shape[1], 1), wide.dtype)
     total = matmul(wide[None], ones, *(() if seeds is None else (seeds,)), spec=spec)
-    total = total.reshape(outer).astype(x.dtype)
-    return jnp.expand_dims(total, sorted(_normalize_axes(x, axis))) if keepdims else total
+    return total.reshape(outer).astype(x.dtype)
 
 
 def _spec_if_holds_one(value_spec: Spec | None, dtype: Any) -> Spec | None:
@@ -481,14 +470,9 @@ def _recurrence_ranges(spec: Spec, dtype: Any) -> tuple[exact.ValueRange, exact.
 # -- shapes ------------------------------------------------------------------------------------------------------------
 
 
-def _normalize_axes(x: Array, axis: SumAxes) -> tuple[int, ...]:
-    axes = (axis,) if isinstance(axis, int) else tuple(axis)
-    return tuple(a % x.ndim for a in axes)
-
-
 def _rows_of_sums(x: Array, axis: SumAxes) -> tuple[Array, tuple[int, ...]]:
     """A matrix with a row for each result, and the shape of the results."""
-    axes = _normalize_axes(x, axis)
+    axes = [a % x.ndim for a in ((axis,) if isinstance(axis, int) else axis)]
     outer_axes = [a for a in range(x.ndim) if a not in axes]
     outer = tuple(x.shape[a] for a in outer_axes)
     length = math.prod(x.shape[a] for a in axes)

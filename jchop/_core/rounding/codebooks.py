@@ -14,7 +14,7 @@ from functools import lru_cache
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT64, Carrier
@@ -23,9 +23,6 @@ from jchop._core.rounding.modes import RandomBits, rounding_thresholds, take_ran
 from jchop._spec.spec import Spec
 from jchop.formats import CodebookFormat, ElementFormat, LogTakumFormat, TakumFormat, _tapered
 from jchop.formats.rounding import Rounding
-
-Array = jax.Array
-
 
 # == bins ==============================================================================================================
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jchop import formats
 from jchop._common import bit_ops
@@ -22,8 +21,6 @@ from jchop._core.rounding import codebooks
 from jchop._core.rounding.codebooks import decode_log_takum, encode_log_takum, take_in_bounds
 from jchop._core.rounding.grid import decode_hif8, decode_tapered, encode_hif8, encode_tapered
 from jchop._core.xla.sizes import are_static
-
-Array = jax.Array
 
 
 def float_to_bits(x: Array) -> Array:

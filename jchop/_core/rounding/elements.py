@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import Carrier
@@ -19,8 +19,6 @@ from jchop._core.rounding.modes import INWARD_OVERFLOW, NEGATIVE_TO_SMALLEST, ro
 from jchop._spec.spec import Spec
 from jchop.formats import CodebookFormat, LogTakumFormat, UniformFormat
 from jchop.formats.rounding import Overflow, Rounding
-
-Array = jax.Array
 
 
 def round_to_spec(x: Array, spec: Spec, carrier: Carrier, word: Array | None = None) -> Array:

@@ -18,6 +18,7 @@ from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jchop import formats
 from jchop._common import bit_ops
@@ -25,8 +26,6 @@ from jchop._common.bit_ops import CARRIERS, Carrier
 from jchop._spec.spec import Spec
 from jchop.formats._tapered import HIF8_INFINITY, HIF8_STARTS
 from jchop.formats.rounding import Overflow, Rounding
-
-Array = jax.Array
 
 
 @dataclass(frozen=True)

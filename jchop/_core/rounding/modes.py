@@ -17,16 +17,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import Carrier
 from jchop._core.rounding.grid import Grid, most_random_bits, tapered_word
 from jchop._spec.spec import Spec
 from jchop.formats.rounding import Rounding
-
-Array = jax.Array
 
 
 @dataclass(frozen=True)

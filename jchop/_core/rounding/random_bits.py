@@ -48,14 +48,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax import numpy as jnp
 
 from jchop._common.settings import always_jit
 from jchop._core.xla.backend import PORTABLE
 from jchop._core.xla.sizes import are_static
-
-Array = jax.Array
 
 _WORD_MASK = 0xFFFF_FFFF
 _SEED_DOMAIN = 0x6A63_686F

@@ -8,10 +8,9 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import cast
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, enable_x64, lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32, FLOAT64
@@ -26,9 +25,6 @@ from jchop._core.xla.sizes import if_static
 from jchop.formats import CodebookFormat, ElementFormat
 from jchop.formats._base import floor_log2
 from jchop.formats.rounding import Rounding
-
-Array = jax.Array
-
 
 # == few levels ========================================================================================================
 # Every group has its own thresholds, and numbers are compared with them. x / s reaches a threshold t if x reaches t
@@ -329,6 +325,6 @@ def decode_codebook(codes: Array, scales: BlockScales, plan: ScaledPlan) -> Arra
     level = take_in_bounds(jnp.asarray(table), codes.astype(jnp.int32))
     scale = scale_magnitude(scales, plan)
     if plan.float64 and if_static(lambda: codes.size <= _MOST_DECODES_IN_FLOAT64):
-        with jax.enable_x64(True):  # products are exact, so that one conversion rounds them
+        with enable_x64(True):  # products are exact, so that one conversion rounds them
             return float64.narrow_float64(level.astype(jnp.float64) * float64.widen_magnitude(scale))
     return grid_elements.multiply_by_scale_bits(level, scale, plan)

@@ -15,13 +15,13 @@ from fractions import Fraction
 from functools import cached_property, lru_cache, reduce
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, enable_x64, lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import CARRIERS, FLOAT32, Carrier
+from jchop._common.checks import check
 from jchop._core.arithmetic import double_word, float64
 from jchop._core.arithmetic.basic import divide_and_round, multiply_and_round
 from jchop._core.arithmetic.double_word import (
@@ -60,9 +60,6 @@ from jchop.formats import CodebookFormat, ElementFormat, FloatFormat, ScaledForm
 from jchop.formats._catalogue import bfloat16, binary16, binary32, binary64
 from jchop.formats.rounding import Overflow
 from jchop.formats.scaled.scale_rules import ScaleRule
-
-Array = jax.Array
-
 
 # == scales ============================================================================================================
 # The scales of blocks: chosen by a rule, stored, and read back.
@@ -235,8 +232,7 @@ def divisor_parts(divisor: Fraction) -> tuple[int, int]:
         ValueError: for a number that is not dyadic; binary formats have no such numbers.
     """
     shift = divisor.denominator.bit_length() - 1
-    if divisor.denominator != 1 << shift:
-        raise ValueError(f"{divisor} is no integer times a power of two")
+    check(divisor.denominator == 1 << shift, f"{divisor} is no integer times a power of two")
     low = (divisor.numerator & -divisor.numerator).bit_length() - 1
     return divisor.numerator >> low, low - shift
 
@@ -388,7 +384,7 @@ def round_scales(
 
 def _round_scales_in_float64(ends: tuple[Array, ...], tensor: Array | None, plan: ScaledPlan) -> tuple[Array, Array]:
     """`round_scales` in float64: numbers that are in the range of the scales."""
-    with jax.enable_x64(True):
+    with enable_x64(True):
         pairs = zip(ends, plan.divisors, strict=True)
         number = reduce(lax.max, (float64.quotient_in_float64(end, over, plan.scale, tensor) for end, over in pairs))
         low, zero, high = np.array(plan.scale_bits, np.uint32).view(np.float32).astype(np.float64)

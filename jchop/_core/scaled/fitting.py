@@ -7,9 +7,8 @@ from dataclasses import replace
 from fractions import Fraction
 from types import MappingProxyType
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from jchop._common import bit_ops
 from jchop._core.arithmetic.basic import multiply_and_round
@@ -26,8 +25,6 @@ from jchop._core.scaled.elements import (
 )
 from jchop._core.scaled.groups import Groups
 from jchop.formats.rounding import Rounding
-
-Array = jax.Array
 
 #: N: the rule "mse" tries the scale of "absmax" times 1, 1 - 1/N ... 1/2.
 SQUARES_STEPS = 64

@@ -19,10 +19,9 @@ from fractions import Fraction
 from functools import partial
 from typing import NamedTuple, cast
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, enable_x64, lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32, FLOAT64
@@ -34,9 +33,6 @@ from jchop._core.rounding.modes import AWAY_FROM_ZERO, BetweenNeighbours, Random
 from jchop._core.scaled.elements import SAFE_EXPONENT, TENSOR_SCALE, BlockScales, ScaledPlan, scale_magnitude
 from jchop.formats import FloatFormat, UniformFormat
 from jchop.formats.rounding import Overflow, Rounding
-
-Array = jax.Array
-
 
 # == integers and fixed point ==========================================================================================
 
@@ -274,7 +270,7 @@ def _compare_share_by_halves(rest: Array, high: Array, low: Array, word: Array) 
 
     A word times a part is exact. If the sign is in doubt, the first difference is exact, too, because it has few bits.
     """
-    with jax.enable_x64(True):
+    with enable_x64(True):
         rest, high, low, share = (value.astype(jnp.float64) for value in (jnp.abs(rest), high, low, word))
         difference = (rest * 2.0**32 - share * high) - share * low
         return difference > 0, difference == 0
@@ -637,7 +633,7 @@ def materialize_scale_pairs(scales: BlockScales, plan: ScaledPlan) -> BlockScale
 
     One division of both gives the pair: a compiler repeats no division for each element, and one loop is compiled.
     """
-    with jax.enable_x64(True):
+    with enable_x64(True):
         value = _scales_in_float64(scales, plan)
         shape = (2, *value.shape)
         first = lax.broadcasted_iota(jnp.int32, shape, 0) == 0
@@ -783,7 +779,7 @@ def encode_in_float64(
     x: Array, scales: BlockScales, plan: ScaledPlan, word: Array | None, zero: Array | None = None
 ) -> Array:
     """The codes of x / s, plus integer zero points if there are any, rounded once to the element format."""
-    with jax.enable_x64(True):
+    with enable_x64(True):
         fmt = plan.element.format
         if isinstance(fmt, UniformFormat):
             return encode_integers(_round_integers_in_float64(x, scales, zero, plan, word)[0], plan)
@@ -802,7 +798,7 @@ def round_in_float64(
     x: Array, scales: BlockScales, plan: ScaledPlan, word: Array | None, zero: Array | None = None
 ) -> Array:
     """The numbers of the codes of `encode_in_float64`, rounded once to float32."""
-    with jax.enable_x64(True):
+    with enable_x64(True):
         fmt = plan.element.format
         if isinstance(fmt, UniformFormat):
             _, number, value = _round_integers_in_float64(x, scales, zero, plan, word)

@@ -5,17 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, reduce
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import CARRIERS, gather_cut_axes
 from jchop.formats import ScaledFormat
 from jchop.formats.scaled.scaled import sparse_length
-
-Array = jax.Array
 
 
 @dataclass(frozen=True)
@@ -170,7 +167,7 @@ def scatter_sparse(values: Array, mask: Array, sparse: tuple[int, int], axis: in
     (n, m), length = sparse, mask.shape[axis]
     which, own = _split_sparse_groups(mask, m, axis), _split_sparse_groups(values, n, axis)
     rank = _ranks_in_groups(which, axis + 1)
-    each = [jax.lax.slice_in_dim(own, i, i + 1, axis=axis + 1) for i in range(n)]
+    each = [lax.slice_in_dim(own, i, i + 1, axis=axis + 1) for i in range(n)]
     result = reduce(lambda result, i: bit_ops.lax_where(rank >= i, each[i], result), range(1, n), each[0])
     return _join_sparse_groups(jnp.broadcast_to(result, rank.shape), axis, length)
 
@@ -187,7 +184,7 @@ def _split_sparse_groups(x: Array, size: int, axis: int) -> Array:
 def _join_sparse_groups(x: Array, axis: int, length: int) -> Array:
     """The inverse of `_split_sparse_groups`, for an axis of a length."""
     result = x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
-    return jax.lax.slice_in_dim(result, 0, length, axis=axis)
+    return lax.slice_in_dim(result, 0, length, axis=axis)
 
 
 def _ranks_in_groups(which: Array, axis: int) -> Array:

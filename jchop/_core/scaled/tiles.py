@@ -9,10 +9,9 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32
@@ -34,9 +33,6 @@ from jchop._core.scaled.elements import (
 from jchop.formats import FloatFormat, UniformFormat
 from jchop.formats._catalogue import binary32
 from jchop.formats.rounding import Rounding
-
-Array = jax.Array
-
 
 # == scales that are powers of two =====================================================================================
 # x / s is one exact multiplication, and rounding to nearest even is one addition.

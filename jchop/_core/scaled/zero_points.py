@@ -12,9 +12,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import Carrier
@@ -46,8 +45,6 @@ from jchop._core.scaled.elements import (
 from jchop._spec.spec import Spec
 from jchop.formats import IntegerFormat
 from jchop.formats.rounding import Overflow
-
-Array = jax.Array
 
 #: Whole parts go up to 2^20, beyond all integers with zero points, so the fraction does not matter there.
 _MOST_WHOLE_EXPONENT = 20

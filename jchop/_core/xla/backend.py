@@ -6,12 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jchop._core.xla.cpu import branch_in_functions, compute_once, integer_maximum, materialize_per_group, prevent_fma
-
-Array = jax.Array
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jchop._common.bit_ops import FLOAT32
 from jchop._common.settings import always_jit
 from jchop._core.xla.sizes import are_static, if_static
-
-Array = jax.Array
 
 #: The most parts of an axis, fewer for a long axis; and the fewest numbers of a part.
 _MOST_PARTS, _MOST_PARTS_OF_LONG, _LONG_AXIS, _LEAST_PART = 32, 16, 1 << 12, 8

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from jchop._core.xla.cpu import Quirk
-
-Array = jax.Array
 
 GPU_QUIRKS = (
     Quirk(

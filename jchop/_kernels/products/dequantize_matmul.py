@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jchop._core.matmul.dequantize_matmul import dequantize_matmul_body
 from jchop._core.rounding.codebooks import refuse_table
@@ -24,8 +24,6 @@ from jchop._kernels.tiles import (
     refuse_large,
 )
 from jchop.formats import CodebookFormat, ElementFormat
-
-Array = jax.Array
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, ShapeDtypeStruct, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
@@ -27,7 +26,6 @@ from jchop._kernels.products.dequantize_matmul import DequantizeMatmulGpuTiling,
 from jchop.formats import ElementFormat, IntegerFormat
 from jchop.formats._catalogue import float4_e2m1fn, float8_e4m3fn
 
-Array = jax.Array
 _PartSums = tuple[Array, ...]
 
 
@@ -227,7 +225,7 @@ class _OneRowGpuTile(_DequantizeMatmulGpuTile):
             values = decode_parts(packed_codes, self.format, xs.dtype)
             return tuple(c + xs * part for c, part in zip(sums, values, strict=True))
         xs = jnp.broadcast_to(xs, packed_codes.shape)
-        part = jax.ShapeDtypeStruct(packed_codes.shape, jnp.float32)
+        part = ShapeDtypeStruct(packed_codes.shape, jnp.float32)
         options: Any = {"constraints": PTX_CONSTRAINTS, "pack": 4, "result_shape_dtypes": [part]}
         return tuple(
             plt.elementwise_inline_asm(asm, args=[packed_codes, xs, c], **options)[0]

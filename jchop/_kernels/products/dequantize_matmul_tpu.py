@@ -10,18 +10,15 @@ from __future__ import annotations
 from dataclasses import astuple
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from jchop._core.matmul.dequantize_matmul import decode_parts, join_columns, multiply_code_values, part_columns
 from jchop._kernels.pallas import TpuGrid, call_on_tpu
 from jchop._kernels.products.dequantize_matmul import DequantizeMatmulProblem, DequantizeMatmulTpuTiling
 from jchop.formats import ElementFormat
-
-Array = jax.Array
 
 
 def tpu_dequantize_matmul(

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jchop._core.arithmetic.basic import ValueRange, add_and_round, carrier_range, sum_range
 from jchop._core.matmul import aligned
@@ -19,9 +19,6 @@ from jchop._core.matmul.matmul import MatmulPlan, WordSource, accumulate_product
 from jchop._kernels.primitive import Kernel, make_op
 from jchop._kernels.tiles import LANES, SUBLANES, Tiling, kernel_function, next_multiple, next_power_of_two
 from jchop._spec.accumulation import MatmulSpec
-
-Array = jax.Array
-
 
 # -- tilings -----------------------------------------------------------------------------------------------------------
 

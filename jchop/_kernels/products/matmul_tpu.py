@@ -11,10 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -32,8 +31,6 @@ from jchop._kernels.products.matmul import (
     pair_levels,
 )
 from jchop._spec.accumulation import MatmulSpec
-
-Array = jax.Array
 
 
 def tpu_matmul(

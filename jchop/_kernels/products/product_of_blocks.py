@@ -7,16 +7,13 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jchop._core.xla.backend import TILE
 from jchop._kernels.primitive import Kernel
 from jchop._kernels.tiles import LANES, Tiling, kernel_function, next_power_of_two, refuse_large
-
-Array = jax.Array
-
 
 #: A zero point, and the sums of elements of the other operand that it is multiplied by.
 _ZERO_POINTS = (("w_zero", "x_sum"), ("x_zero", "w_sum"))

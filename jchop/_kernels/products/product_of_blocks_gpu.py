@@ -11,10 +11,9 @@ import importlib
 from functools import lru_cache
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jax.extend.core import Primitive
@@ -22,8 +21,6 @@ from jax.interpreters import mlir
 
 from jchop._kernels.pallas import call_on_gpu, divmod_int32, load_tile
 from jchop._kernels.products import product_of_blocks
-
-Array = jax.Array
 
 #: Rows of tiles that follow one another, so that caches hold what they share.
 _GROUP_ROWS = 8

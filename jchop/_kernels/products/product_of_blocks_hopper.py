@@ -18,14 +18,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from jchop._core.xla.backend import TILE
 from jchop._kernels.products.product_of_blocks import ProductOfBlocksHopperTiling
 
-Array = jax.Array
 plgpu: Any = mosaic_gpu  # some of its names are not exported to type checkers
 
 #: Warpgroups that multiply, and the registers of a thread of the one that copies.

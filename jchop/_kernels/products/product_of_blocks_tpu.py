@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from jchop._kernels.pallas import TpuGrid, call_on_tpu
@@ -23,8 +22,6 @@ from jchop._kernels.products.product_of_blocks import (
     subtract_zero_points,
 )
 from jchop._kernels.tiles import LANES
-
-Array = jax.Array
 
 
 def tpu_product_of_blocks(

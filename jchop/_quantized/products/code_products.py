@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jchop._common.bit_ops import FLOAT32, varying_like
 from jchop._core.matmul.dequantize_matmul import is_exact_in
@@ -48,9 +48,6 @@ from jchop.formats import CodebookFormat, FloatFormat, UniformFormat
 # float32 numbers, of so many channels at a time that a sum of integers is exact.
 #
 # A place outside of the image counts nothing: where an image has zero points, that is the code of its zero point.
-
-
-Array = jax.Array
 
 
 @dataclass(frozen=True)

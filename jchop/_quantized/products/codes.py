@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jchop._common.bit_ops import CARRIERS, FLOAT32, varying_like
 from jchop._common.settings import always_jit
@@ -42,8 +42,6 @@ from jchop._storage import QArray, _codes, quantize
 from jchop._storage._axis_groupings import WHOLE_AXIS, AxisGrouping, axis_groupings, scale_shape_of, with_groupings
 from jchop.formats import ElementFormat, FloatFormat, IntegerFormat
 from jchop.formats._catalogue import float8_e4m3fn, float8_e5m2
-
-Array = jax.Array
 
 
 @partial(

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from jchop._common.bit_ops import has_sharding
 from jchop._common.checks import check
@@ -40,8 +40,6 @@ from jchop._round.arguments import JCHOP_SCOPE, mark_results
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec
 from jchop._storage import quantize
-
-Array = jax.Array
 
 
 @dataclass(frozen=True)

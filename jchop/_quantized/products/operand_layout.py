@@ -9,13 +9,13 @@ from functools import lru_cache, partial
 from typing import Any, Literal
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
+from jax.core import Tracer
 
 from jchop._common.bit_ops import reshape
-from jchop._common.checks import check_choice, check_int
+from jchop._common.checks import check, check_choice, check_int
 from jchop._common.settings import always_jit
 from jchop._program.bind import straight_through
 from jchop._round.arguments import run_numpy
@@ -23,9 +23,6 @@ from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec
 from jchop._storage._axis_groupings import OWN_SCALE, AxisGrouping, axis_groupings, with_groupings, with_sparse_axis
 from jchop.formats import ScaledFormat
-
-Array = jax.Array
-
 
 # -- rotations along the sum -------------------------------------------------------------------------------------------
 
@@ -79,8 +76,7 @@ class Hadamard:
     def __post_init__(self) -> None:
         check_choice("products", self.products, ("weight", "both", "forward", "all"))
         if self.size == "all":
-            if self.signs is not None:
-                raise ValueError(f"signs={self.signs!r} with size='all', which is another number in each product")
+            check(self.signs is None, f"signs={self.signs!r} with size='all', which is another number in each product")
             return
         check_int("size", self.size, 2)
         if HadamardBlocks.of(self.size, None).blocks > 1:
@@ -442,7 +438,7 @@ def check_finite(value: Any, what: str) -> None:
     Raises:
         ValueError: that counts them; `what` says whose numbers they are.
     """
-    if isinstance(value, jax.core.Tracer) or run_numpy(lambda: jnp.isfinite(value).all()):
+    if isinstance(value, Tracer) or run_numpy(lambda: jnp.isfinite(value).all()):
         return
     nan, infinite = (int(run_numpy(lambda of=of: of(value).sum())) for of in (jnp.isnan, jnp.isinf))
     raise ValueError(

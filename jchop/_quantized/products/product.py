@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jchop._kernels.primitive import one_device_at_hand
 from jchop._quantized.products.code_products import (
@@ -43,7 +42,6 @@ from jchop._spec.spec import Spec
 from jchop.math import matmul as emulated_matmul
 from jchop.math._products import conv as emulated_conv
 
-Array = jax.Array
 OperandShapes = tuple[tuple[int, ...], tuple[int, ...]]
 #: The three products: y of x and w, dx of g and w, dw of x and g.
 Which = Literal["forward", "input", "weight"]

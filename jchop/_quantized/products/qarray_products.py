@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from jchop._common.checks import call_hint
 from jchop._common.settings import always_jit
@@ -22,8 +22,6 @@ from jchop._storage import QArray, dequantize
 from jchop._storage._array import refuse_qarray_dicts
 from jchop._storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, axis_groupings
 from jchop._storage._codes import batch_axes, spec_of_part
-
-Array = jax.Array
 
 
 @call_hint("jchop.dot(x, w) of codes, or jchop.math.dot(x, w, 'bfloat16') of floats in an arithmetic")

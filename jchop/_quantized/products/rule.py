@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from jchop._common.checks import FieldsRepr, check, check_choice, keyword_hints, short_repr
+from jchop._common.checks import FieldsRepr, check, check_choice, check_instance, keyword_hints, short_repr
 from jchop._common.paths import check_path_pattern, common_path_pattern, matches_path, path_pattern
 from jchop._quantized.products.operand_layout import Hadamard
 from jchop._quantized.products.rule_sources import fields_of_hf, fields_of_qwix
@@ -175,8 +175,7 @@ class Rule(FieldsRepr):
             raise TypeError(f"stochastic_stream={self.stochastic_stream!r} must be the name of a stream of nnx.Rngs")
 
     def _check_rotation(self, rotation: Any) -> None:
-        if not isinstance(rotation, Hadamard):
-            raise TypeError(f"rotation={rotation!r} must be a jchop.Hadamard, such as Hadamard(16)")
+        check_instance("rotation", rotation, Hadamard, "a jchop.Hadamard, such as Hadamard(16)")
         if rotation.forward and self.weight is None and self.activation is None:
             raise ValueError(f"rotation={rotation} needs a weight= or an activation=: nothing is rounded")
         backward = (("input_gradient", rotation.of_input), ("weight_gradient", rotation.of_weight))
@@ -390,8 +389,7 @@ def as_rule_tuple(rules: Any) -> tuple[Rule, ...]:
 def _rule_of_entry(pattern: str, value: Any) -> Rule:
     """The rule of an entry of a mapping; see `as_rule_tuple`."""
     if isinstance(value, Rule):
-        if value.path not in ("*", pattern):
-            raise ValueError(f"rules[{pattern!r}]={value!r} has another path; leave one of them out")
+        check(value.path in ("*", pattern), f"rules[{pattern!r}]={value!r} has another path; leave one of them out")
         return replace(value, path=pattern)
     fields = value if isinstance(value, Mapping) else {"weight": value}
     return Rule(pattern, **fields)

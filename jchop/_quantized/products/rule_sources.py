@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jchop._common.checks import as_iterable, check, short_repr
+from jchop._common.checks import as_iterable, check, check_instance, short_repr
 from jchop._common.regular_expressions import pattern_of_regex
 from jchop._quantized.products.scale_from import MovingAverage
 from jchop.formats import CATALOGUE
@@ -232,8 +232,7 @@ def _take(config: Fields, name: str, default: Any = None) -> Any:
 def fields_of_hf(config: Any) -> list[Fields]:
     """The fields of rules that round what a model of Hugging Face has in few bits; the first that matches applies."""
     config = config.to_dict() if hasattr(config, "to_dict") else config
-    if not isinstance(config, Mapping):
-        raise TypeError(f"quantization_config={short_repr(config)} must be a dict, or have a method to_dict")
+    check_instance("quantization_config", config, Mapping, "a dict, or have a method to_dict")
     if config.get("quantization_config") is not None:
         return fields_of_hf(config["quantization_config"])
     if isinstance(config.get("quantization"), Mapping):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from jchop._common.checks import check_bool, check_choice, check_float, check_int
+from jchop._common.checks import check, check_bool, check_choice, check_float, check_instance, check_int
 from jchop._spec.spec import Gradient, Spec
 from jchop.formats import FloatFormat, ScaledFormat
 
@@ -125,8 +125,7 @@ def check_scale_from(source: Any, specs: Mapping[str, Spec | None]) -> None:
     Raises:
         TypeError, ValueError: that says why.
     """
-    if not isinstance(source, ScaleFrom):
-        raise TypeError(f"scale_from={source!r} must be a jchop.MovingAverage, DelayedScaling or LSQ")
+    check_instance("scale_from", source, ScaleFrom, "a jchop.MovingAverage, DelayedScaling or LSQ")
     operand_specs = {name: spec for name in source.fields if (spec := specs[name]) is not None}
     if not operand_specs:
         raise ValueError(f"scale_from={source!r} has no effect without {' or '.join(source.fields)}")
@@ -138,8 +137,7 @@ def check_scale_from(source: Any, specs: Mapping[str, Spec | None]) -> None:
             )
     for name, spec in operand_specs.items():
         requirement = _spec_requirement(source, name, spec)
-        if requirement:
-            raise ValueError(f"{name}={str(spec)!r} with scale_from={source!r} must {requirement}")
+        check(not requirement, f"{name}={str(spec)!r} with scale_from={source!r} must {requirement}")
 
 
 def _spec_requirement(source: ScaleFrom, name: str, spec: Spec) -> str | None:

@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
+from jax.core import Tracer
 
-from jchop._common.checks import check_choice
+from jchop._common.checks import check, check_choice
 from jchop._common.settings import always_jit
 from jchop._core.scaled.groups import Groups
 from jchop._program.bind import straight_through
@@ -29,9 +29,6 @@ from jchop.formats import UniformFormat
 from jchop.formats.rounding import Rounding
 
 # -- formulas ----------------------------------------------------------------------------------------------------------
-
-
-Array = jax.Array
 
 
 def update_range(source: MovingAverage, current: Array, x: Array, fixed: bool) -> Array:
@@ -165,10 +162,9 @@ def check_calibration_data(x: Array, place: str) -> None:
         place: the layer or product, for the message.
     """
     finite = jnp.isfinite(x).sum()  # in a trace a tracer, though x may be an array
-    if isinstance(finite, jax.core.Tracer) or int(finite) == x.size > 0:
+    if isinstance(finite, Tracer) or int(finite) == x.size > 0:
         return
-    if not finite:
-        raise ValueError(f"batches give the {place} an input of shape {x.shape} without a finite number")
+    check(finite, f"batches give the {place} an input of shape {x.shape} without a finite number")
     missing = x.size - int(finite)
     text = f"batches give the {place} {missing} NaN or infinities among {x.size} numbers; its range leaves them out"
     warnings.warn(text, RuntimeWarning, stacklevel=2)
@@ -255,7 +251,7 @@ def _percentile_range(x: Array, share: float) -> Array:
 
 
 def _data_in_float64(x: Array, method: str) -> np.ndarray:
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         raise ValueError(
             f"method={method!r} needs numbers, and calibrate is part of a traced function, as under jax.jit or "
             "nnx.eval_shape; method='minmax' gives a model of the same shapes there"

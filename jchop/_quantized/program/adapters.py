@@ -11,15 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jchop._program.step import ProgramPlan
 from jchop._quantized.products.product import DotProduct
 from jchop._quantized.program.param_uses import ParamUse, ProductStep
 from jchop._quantized.program.provenance import AxisFactors, MatrixLayout, MatrixView
 from jchop._quantized.program.weight_layout import WeightLayout, stack_ndim
-
-Array = jax.Array
 
 
 @partial(

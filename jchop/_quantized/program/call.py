@@ -10,8 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jchop._common.bit_ops import CARRIERS
+from jchop._common.checks import check
 from jchop._kernels.primitive import materialize
 from jchop._quantized.products.codes import CodedArray, expand_codes
 from jchop._quantized.products.rule import is_stochastic
@@ -21,9 +23,6 @@ from jchop._quantized.program.weight_layout import StoredAs, WeightLayout, Weigh
 from jchop._storage import QArray, dequantize
 
 # -- parameters within a run -------------------------------------------------------------------------------------------
-
-
-Array = jax.Array
 
 
 @partial(
@@ -219,8 +218,7 @@ def enumerate_batches(batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
     count = 0
     for count, batch in enumerate(batches, start=1):
         yield count, batch
-    if not count:
-        raise ValueError("batches has no batch")
+    check(count, "batches has no batch")
 
 
 class CallArguments:

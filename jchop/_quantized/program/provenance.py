@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import jax
 import numpy as np
+from jax import Array
 
 from jchop._quantized.products.operand_layout import Hadamard
 
@@ -302,9 +302,6 @@ def _device_pieces(
 
 
 # -- matrices ----------------------------------------------------------------------------------------------------------
-
-
-Array = jax.Array
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from jchop._common.checks import check_choice
 from jchop._common.paths import common_path_pattern, names_last_part, nearest_paths_hint, path_pattern
@@ -103,7 +103,7 @@ class QuantizedProgram:
     def keeps_constants(self) -> bool:
         """Whether no constant of the program belongs to a trace that ends, so that later calls can run it."""
         plans = (self.plan, *(plan for step in self.plan.walk() for plan in step.inner))
-        return not any(isinstance(c, jax.core.Tracer) for plan in plans for c in plan.consts)
+        return not any(isinstance(c, Tracer) for plan in plans for c in plan.consts)
 
     @property
     def rounds(self) -> bool:

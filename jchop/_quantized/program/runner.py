@@ -8,10 +8,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.extend import core
 
 from jchop._common.paths import common_path_pattern
@@ -31,8 +30,6 @@ from jchop._quantized.program.param_uses import ProductStep
 from jchop._quantized.program.provenance import MOVE_PRIMITIVES
 from jchop._quantized.program.scale_slots import ScaleSlot
 from jchop._storage._quantize import multiply_in_own_dtype
-
-Array = jax.Array
 
 #: Moves of one array, under which elements, scales and zero points stay beside each other.
 _CODE_MOVES = MOVE_PRIMITIVES - {"concatenate", "dynamic_update_slice", "optimization_barrier", "pad", "stack"}

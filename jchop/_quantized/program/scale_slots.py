@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jax.core import Tracer
 
 from jchop._common.paths import path_pattern
 from jchop._program.control import operands_of_role, roles_of, turns_around
@@ -22,9 +22,6 @@ from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAver
 from jchop._quantized.products.scales import RangeObserver, check_calibration_data, initial_scale, range_observer_for
 from jchop._quantized.program.param_uses import ProductStep
 from jchop._spec.spec import Gradient, Spec
-
-Array = jax.Array
-
 
 #: The kinds of state, which end the names of entries.
 RANGE, HISTORY, SCALE = "range", "history", "scale"
@@ -265,7 +262,7 @@ class ScaleCalibration:
                 continue
             _, observers = self._slots.setdefault(slot.name, (slot, {}))
             for index, x in per_iteration(slot, data, lambda x: x).items():
-                if isinstance(x, jax.core.Tracer):
+                if isinstance(x, Tracer):
                     raise ValueError(
                         "calibrate of a program runs on data, and cannot be part of a traced function, as under "
                         "jax.jit or nnx.eval_shape"

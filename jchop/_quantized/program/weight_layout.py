@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jchop._common.bit_ops import reshape
 from jchop._common.paths import path_pattern
@@ -35,8 +36,6 @@ from jchop._storage._axis_groupings import (
 from jchop._storage._quantize import StoredAs
 from jchop.formats import ScaledFormat
 from jchop.formats.scaled.scaled import axis_indexes
-
-Array = jax.Array
 
 
 @dataclass(frozen=True)

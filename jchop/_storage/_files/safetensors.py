@@ -26,6 +26,7 @@ from typing import IO, Any
 import jax
 import ml_dtypes
 import numpy as np
+from jax import Array
 
 from jchop._common.checks import check, first_names, place_in_errors
 from jchop._common.files import (
@@ -405,9 +406,6 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 # -- parts of tensors: those of the devices of one process, without the others -----------------------------------------
-
-
-Array = jax.Array
 
 
 def spans_processes(leaf: Any) -> bool:

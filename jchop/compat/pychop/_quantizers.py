@@ -9,8 +9,8 @@ from functools import lru_cache, partial
 from typing import Any
 
 import jax
-import jax.core
 import numpy as np
+from jax.core import Tracer
 
 from jchop._common.bit_ops import CARRIERS
 from jchop._common.checks import check, check_bool, check_int
@@ -108,7 +108,7 @@ class PychopQuantizer:
             exponents: whole numbers, which are not rounded.
         """
         operands = tuple(_arrays.as_numbers(operand) for operand in operands)
-        tracer = next((x for x in operands if isinstance(x, jax.core.Tracer)), operands[0])
+        tracer = next((x for x in operands if isinstance(x, Tracer)), operands[0])
         seed = self._seed(self.spec, tracer, key)
         key = key if seed is None else _arrays.key_of_seed(seed)
         in_jax = any(isinstance(x, jax.Array) for x in operands)
@@ -218,8 +218,7 @@ class Customs:
         exp_bits, emax, t = int_if_whole(self.exp_bits), int_if_whole(self.emax), int_if_whole(self.t)
         emax = emax if exp_bits is None else (1 << (check_int("exp_bits", exp_bits, 2, 16) - 1)) - 1
         t = t if self.sig_bits is None else int_if_whole(self.sig_bits) + 1
-        if emax is None or t is None:
-            raise ValueError(f"customs={self} must have emax or exp_bits, and t or sig_bits")
+        check(emax is not None and t is not None, f"customs={self} must have emax or exp_bits, and t or sig_bits")
         if self.emax not in (None, emax):
             raise ValueError(f"customs={self}: exp_bits={exp_bits} is emax={emax}, not {self.emax}; pass one of them")
         check(self.t in (None, t), f"customs={self}: sig_bits={self.sig_bits} is t={t}, not {self.t}; pass one of them")

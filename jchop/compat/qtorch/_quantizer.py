@@ -10,12 +10,11 @@ from jchop._common.files import require_extra
 require_extra("jchop.compat.qtorch", "torch", ("torch",))
 
 import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
 
 from jchop import torch as bridge  # noqa: E402
 from jchop._spec.spec import Spec  # noqa: E402
 from jchop.compat.qtorch import FixedPoint, Number  # noqa: E402
-
-Tensor = torch.Tensor
 
 
 def random_source(spec: Spec, random: dict[str, Any]) -> dict[str, Any]:

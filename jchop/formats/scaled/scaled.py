@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from jchop._common.checks import check, check_bool, check_int, check_text, quote
+from jchop._common.checks import check, check_bool, check_instance, check_int, check_text, quote
 from jchop.formats import _element_text
 from jchop.formats._base import ElementFormat, format_html
 from jchop.formats._catalogue import binary32, float8_e8m0fnu
@@ -57,8 +57,7 @@ def sparse_length(sparse: tuple[int, int], length: int) -> int:
 def as_format_axes(name: str, value: object) -> int | tuple[int, ...]:
     """An axis, or several, as they are stored: a tuple of one axis becomes that axis."""
     if isinstance(value, tuple | list):
-        if not value:
-            raise ValueError(f"{name}={value!r} must name at least one axis")
+        check(value, f"{name}={value!r} must name at least one axis")
         axes = tuple(check_int(name, axis, -(1 << 15), 1 << 15) for axis in value)
         return axes[0] if len(axes) == 1 else axes
     return check_int(name, value, -(1 << 15), 1 << 15)
@@ -121,13 +120,11 @@ def check_scaled_format(fmt: ScaledFormat) -> None:
             f"element={fmt.element} has its most bits next to 1, and scales would move numbers to its largest value, "
             "which has few or none; round to it without a scale, or multiply by a power of two first"
         )
-    if fmt.channel is not None and fmt.group is not None:
-        raise ValueError(f"channel={fmt.channel} and group={fmt.group} exclude each other")
+    check(fmt.channel is None or fmt.group is None, f"channel={fmt.channel} and group={fmt.group} exclude each other")
     if fmt.group is None and fmt.axis != -1:
         raise ValueError(f"axis={fmt.axis} is the axis of a group; without group= it has no effect")
     _check_zero_point_fields(fmt)
-    if fmt.element.max <= 0:
-        raise ValueError(f"element={fmt.element} has no positive value to scale to")
+    check(fmt.element.max > 0, f"element={fmt.element} has no positive value to scale to")
     if not fmt.scale_rule.takes(fmt.element):
         needs = fmt.scale_rule.needs
         raise ValueError(f"rule={fmt.rule!r} needs an element format with {needs}, not element={fmt.element}")
@@ -173,12 +170,9 @@ def _check_level_scales(scale: Any) -> None:
 def _check_scale_format(fmt: Any) -> None:
     scale = fmt.scale
     if isinstance(scale, FloatFormat):
-        if scale.max < 1:
-            raise ValueError(f"scale={scale} has no number from 1 on, and scales need one")
-        if fmt.nan_block and not scale.has_nan:
-            raise ValueError(f"nan_block=True needs a scale format with a NaN, not scale={scale}")
-        if fmt.nan_block and not fmt.scale_rule.by_ends:
-            raise ValueError(f"nan_block=True does not go with rule={fmt.rule!r}")
+        check(scale.max >= 1, f"scale={scale} has no number from 1 on, and scales need one")
+        check(not fmt.nan_block or scale.has_nan, f"nan_block=True needs a scale format with a NaN, not scale={scale}")
+        check(not fmt.nan_block or fmt.scale_rule.by_ends, f"nan_block=True does not go with rule={fmt.rule!r}")
         if fmt.scale_rule.fit == "levels":
             _check_level_scales(scale)
         return
@@ -193,8 +187,7 @@ def _check_scale_format(fmt: Any) -> None:
                          "nan_block or a scale of the tensor")  # fmt: skip
     if scale.zero_point and scale.element.signed:
         raise ValueError(f"scale={scale}: scales are positive; with a zero point an unsigned element is for them")
-    if scale.element.bits > 8:
-        raise ValueError(f"scale={scale} has codes of {scale.element.bits} bits; at most 8 are stored")
+    check(scale.element.bits <= 8, f"scale={scale} has codes of {scale.element.bits} bits; at most 8 are stored")
     if has_levels:
         _check_level_scales(scale)
     if fmt.nan_block or fmt.scale_rule.tensor_scale:
@@ -653,8 +646,7 @@ def parse_format(text: str) -> ElementFormat | ScaledFormat:
         >>> jc.formats.parse_format("mxfp4(rule=rceil,axis=0)") == jc.formats.mxfp4(rule="rceil", axis=0)
         True
     """
-    if not isinstance(text, str):
-        raise TypeError(f"text={text!r} must be a format's text such as 'e5m10'")
+    check_instance("text", text, str, "a format's text such as 'e5m10'")
     text = check_text("format text", text)
     return _parse_format_text(re.sub(r"\s", "", text) if "(" in text else text)
 

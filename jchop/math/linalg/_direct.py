@@ -9,12 +9,13 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jax.core import Tracer
 
 from jchop._common.bit_ops import enable_x64_for
-from jchop._common.checks import check_bool
+from jchop._common.checks import check, check_bool
 from jchop._common.gradients import CustomJvp
 from jchop._common.settings import always_jit, split_prng_key
 from jchop._core.matmul.operations import check_operation, spec_draws, widen_operand
@@ -25,9 +26,6 @@ from jchop._round.arguments import Key, as_array, as_operands, carrier_of_dtype,
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Gradient, Spec, SpecLike, as_spec
 from jchop.math._call import as_dtype
-
-Array = jax.Array
-
 
 # == calls: rounded operands, the arithmetic, and an error for derivatives =============================================
 
@@ -71,8 +69,7 @@ def evaluate_systems(
     for name, spec in checked_specs.items():
         require_carrier(spec, carrier_of_dtype(arrays[0].dtype))
         check_operation(spec, arrays[0].dtype, name)
-        if spec.gradient != Gradient():
-            raise ValueError(f"{name}={str(spec)!r} has a gradient, and this function has no derivative")
+        check(spec.gradient == Gradient(), f"{name}={str(spec)!r} has a gradient, and this function has no derivative")
     stochastic = next(filter(spec_draws, checked_specs.values()), None)
     key = rounding_key(key, stochastic is not None, stochastic)
     batch = _batch_shape(names, arrays, core_ndims)
@@ -155,7 +152,7 @@ def check_permutation(p: Any, n: int, name: str) -> None:
     """Refuses an array that is not a permutation of n rows; the numbers of a traced array are not checked."""
     if p.shape[-1:] != (n,) or not jnp.issubdtype(p.dtype, jnp.integer):
         raise ValueError(f"{name} has shape {p.shape} and dtype {p.dtype}; it must be {n} integers")
-    if not isinstance(p, jax.core.Tracer) and np.any(np.sort(np.asarray(p)) != np.arange(n)):
+    if not isinstance(p, Tracer) and np.any(np.sort(np.asarray(p)) != np.arange(n)):
         raise ValueError(f"{name}={np.asarray(p).tolist()} must be a permutation of 0 to {n - 1}")
 
 

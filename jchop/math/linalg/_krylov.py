@@ -10,21 +10,18 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.extend.core import Literal as JaxprLiteral
 
 from jchop._common.bit_ops import CARRIERS, enable_x64_for
-from jchop._common.checks import call_hint, check_choice, check_int
+from jchop._common.checks import call_hint, check, check_choice, check_int
 from jchop._core.matmul.operations import operation_carrier
 from jchop._emulate.rules.functions import carrier_frexp
 from jchop._emulate.rules.linalg import SpecArithmetic, factor_lu, solve_with_factors, substitute_triangular
 from jchop._round.arguments import Key, as_array, as_operands, has_tracer
 from jchop._spec.spec import SpecLike
 from jchop.math.linalg._direct import StaticPartial, evaluate_systems, matrix_order, right_side_axes
-
-Array = jax.Array
-
 
 # == linear operators given as functions of vectors ====================================================================
 
@@ -180,8 +177,7 @@ def _run_krylov(
     names = [name for name in arguments if name not in functions]
     arrays = dict(zip(names, as_operands(names, [arguments[name] for name in names]), strict=True))
     b = arrays["b"]
-    if not b.ndim:
-        raise ValueError("b is a scalar; it must be (n,), or (..., n, k) for k columns")
+    check(b.ndim, "b is a scalar; it must be (n,), or (..., n, k) for k columns")
     n = matrix_order(arrays["a"]) if "a" in arrays else b.shape[0 if b.ndim == 1 else -2]
     b_ndim = right_side_axes(b, n)
     if "x0" in arrays and arrays["x0"].shape != b.shape:
@@ -207,8 +203,7 @@ def _as_tolerance(name: str, value: Any) -> Any:
     real = jnp.issubdtype(array.dtype, jnp.integer) or jnp.issubdtype(array.dtype, jnp.floating)
     if array.shape != () or not real:
         raise TypeError(f"{name}={value!r} must be a finite number >= 0")
-    if not has_tracer(array) and not 0 <= float(array) < math.inf:
-        raise ValueError(f"{name}={value!r} must be a finite number >= 0")
+    check(has_tracer(array) or 0 <= float(array) < math.inf, f"{name}={value!r} must be a finite number >= 0")
     return array
 
 

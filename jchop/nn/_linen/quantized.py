@@ -20,7 +20,7 @@ from flax import linen as nn
 from flax.core.scope import in_filter
 from flax.linen import module as linen_module
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax import lax
+from jax import Array, lax
 
 from jchop._common.checks import check
 from jchop._common.settings import split_prng_key
@@ -46,7 +46,6 @@ from jchop._storage import QArray, dequantize, quantize
 from jchop._storage._array import refuse_qarray_dicts
 from jchop.nn._shared.cache import cache_with_token, empty_packed_cache
 
-Array = jax.Array
 LinenPath = tuple[str, ...]
 
 #: The collection that Linen's attention keeps its keys and values in.

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
-from jax import lax
+from jax import Array, lax
 
 from jchop._quantized.products.codes import restore_param_axes
 from jchop._quantized.products.contraction import ProductRoundings, einsum_letters
@@ -32,8 +32,6 @@ from jchop._storage import QArray, fit_scale, quantize
 from jchop._storage._axis_groupings import map_over_stack
 from jchop.nn._nnx import rounding_modules
 from jchop.nn._nnx.nodes import QuantizedParam, packed_nnx_variable
-
-Array = jax.Array
 
 #: The fields of a rule that a product of a layer has.
 PRODUCT_RULE_FIELDS = ("gradient", "input_gradient", "weight_gradient", "matmul", "rotation")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
+from jax import Array
 
 from jchop._common.checks import check_instance
 from jchop._common.paths import nearest_paths_hint
@@ -28,8 +29,6 @@ from jchop.nn._nnx.rounding_modules import (
     rounding_module_in,
 )
 from jchop.nn._shared import cache, program_classes
-
-Array = jax.Array
 
 
 # What a quantized layer adds to one of Flax stands in the class itself: a class with one more parent could not become

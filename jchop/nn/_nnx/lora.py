@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
+from jax import Array
 
 from jchop._common.checks import check
 from jchop._quantized.program.adapters import AdaptedParam, LoraAdapter
@@ -34,8 +35,6 @@ from jchop.nn._trees.lora import (
     replace_leaves,
     rules_excluding_params,
 )
-
-Array = jax.Array
 
 
 class Adapted(nnx.Module):

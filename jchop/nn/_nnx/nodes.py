@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-import jax.core
 from flax import nnx
 from flax.core.meta import get_global_mesh
 from flax.nnx.spmd import get_var_pspec
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jchop._common.bit_ops import entries_after_reshape
@@ -19,8 +19,6 @@ from jchop._quantized.products.operand_layout import OperandLayout
 from jchop._storage import QArray
 from jchop._storage._array import named_sharding_of
 from jchop._storage._quantize import StoredAs
-
-Array = jax.Array
 
 Keys = tuple[Any, ...]
 
@@ -188,7 +186,7 @@ def packed_nnx_variable(
     """
     metadata, value = variable.get_metadata(), variable.get_raw_value()
     metadata |= {} if type(variable) in (nnx.Param, QuantizedParam) else {_UNPACKED_CLASS: type(variable)}
-    own = None if isinstance(value, jax.core.Tracer) else named_sharding_of(value)
+    own = None if isinstance(value, Tracer) else named_sharding_of(value)
     if layout is not None:
         if metadata.get("out_sharding"):
             metadata["out_sharding"] = layout.entries(metadata["out_sharding"], value.shape)

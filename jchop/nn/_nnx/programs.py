@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 from flax import nnx
+from jax import Array
 
 from jchop._common.checks import check
 from jchop._quantized.products.rule import Rule
@@ -43,8 +44,6 @@ from jchop.nn._shared.program_classes import (
     plain_class,
     round_methods,
 )
-
-Array = jax.Array
 
 T = TypeVar("T")
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.linen.attention import dot_product_attention_weights
 from flax.nnx.nn import dtypes
+from jax import Array
 
 from jchop._common.settings import split_prng_key
 from jchop._emulate.emulate import emulate
@@ -39,7 +40,6 @@ from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec
 from jchop._storage import QArray, dequantize
 
-Array = jax.Array
 KeyStream = nnx.RngStream | None
 T = TypeVar("T")
 

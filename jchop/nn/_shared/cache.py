@@ -8,12 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
+from jax import Array, lax
 
 from jchop._spec.spec import Spec
 from jchop._storage import QArray, dequantize, quantize
-
-Array = jax.Array
 
 
 def empty_packed_cache(shape: Sequence[int], dtype: Any, spec: Spec) -> QArray:

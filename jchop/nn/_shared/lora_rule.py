@@ -17,14 +17,13 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jchop._common.checks import check, check_choice, check_float, check_int, short_repr
 from jchop._common.files import atomic_file, exclusive_folder, json_object, open_regular_file, short_text
 from jchop._common.paths import check_path_pattern, nearest_paths_hint
 from jchop._quantized.products.rule_sources import fields_of_qwix
 from jchop._storage import load, save
-
-Array = jax.Array
 
 #: The first values of adapters: the name, and whether they need the weights before they were packed.
 LORA_INITS: Final = {"zeros": False, "loftq": True, "pissa": True}
@@ -252,8 +251,7 @@ def write_adapters(folder: str | os.PathLike[str], adapters: Mapping[str, Mappin
         }
         rules[name] = adapter["rule"]
     rates = {rule.dropout for rule in rules.values()}
-    if len(rates) > 1:
-        raise ValueError(f"the adapters have dropout of {sorted(rates)}, and a file of PEFT has one rate")
+    check(len(rates) <= 1, f"the adapters have dropout of {sorted(rates)}, and a file of PEFT has one rate")
     rank = Counter(rule.rank for rule in rules.values()).most_common(1)[0][0]
     alphas = {name: float(rule.rank if rule.alpha is None else rule.alpha) for name, rule in rules.items()}
     alpha = Counter(alphas.values()).most_common(1)[0][0]

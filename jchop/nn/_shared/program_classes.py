@@ -11,10 +11,10 @@ from functools import cached_property
 from types import CodeType
 from typing import Any, Literal, NamedTuple, cast
 
-import jax
 from flax import nnx
+from jax import Array
 
-from jchop._common.checks import check_choice, short_repr
+from jchop._common.checks import check, check_choice, short_repr
 from jchop._quantized.products.rule import ROUNDING_FIELDS, Rule, as_rule_tuple
 from jchop._quantized.program.quantized_program import check_weight_rules
 from jchop._quantized.program.scale_slots import Scales, merge_scales, scales_after_packing
@@ -51,7 +51,7 @@ def round_methods(
     calls: Sequence[tuple[QuantizedFunction, tuple[Any, ...]]],
     mode: str,
     old_scales: Scales,
-    key: jax.Array | None,
+    key: Array | None,
     data: RoundingData | None = None,
 ) -> tuple[Any, Scales, Any]:
     """The parameters of methods under rules, packed unless ``mode="qat"``, the scales that the rules keep, a report.
@@ -195,8 +195,7 @@ def method_of(cls: type, name: str | ModelCall) -> Callable[..., Any]:
     if not isinstance(name, str):
         return name
     method = inspect.getattr_static(cls, name, None)
-    if not is_method(method):
-        raise ValueError(f"inputs: {cls.__name__} has no method {name!r}")
+    check(is_method(method), f"inputs: {cls.__name__} has no method {name!r}")
     return method
 
 

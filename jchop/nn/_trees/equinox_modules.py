@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax import Array
 
 from jchop._common.checks import check, check_instance
 from jchop._common.on_demand import is_module_of
@@ -32,8 +33,6 @@ from jchop.nn._shared.program_classes import (
     plain_class,
     round_methods,
 )
-
-Array = jax.Array
 
 #: The fields that hold the rules of a module and its kept scales; the keyword argument of its methods that has a key.
 _RULES_FIELD, _SCALES_FIELD, _KEY_ARGUMENT = "quantization_rules", "quantization_scales", "rounding_key"

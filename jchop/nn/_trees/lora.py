@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jchop._common.checks import check_instance
 from jchop._quantized.products.rule import ROUNDING_FIELDS, Rule, rule_index
@@ -26,8 +27,6 @@ from jchop.nn._trees.equinox_modules import (
     module_under_rules,
     plain_module,
 )
-
-Array = jax.Array
 
 #: Names of a parameter that stand for its layer in a file of PEFT.
 _WEIGHT_NAMES = ("weight", "kernel")
