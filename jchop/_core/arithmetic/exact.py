@@ -255,9 +255,7 @@ def _increment(v: ExactResult, mode: Rounding, draw: RandomBits | None = None) -
     return (away | v.beyond if mode.stochastic else away).astype(v.magnitude.dtype)
 
 
-def _round_on_carrier_grid(
-    v: ExactResult, odd_bits: Array, spec: Spec, carrier: Carrier, word: Array | None
-) -> Array:
+def _round_on_carrier_grid(v: ExactResult, odd_bits: Array, spec: Spec, carrier: Carrier, word: Array | None) -> Array:
     """Rounded magnitude bits, which `round_to_spec` changes only at the ends of the format."""
     assert isinstance(spec.format, FloatFormat)
     grid = make_grid(spec.format, carrier)
