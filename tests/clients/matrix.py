@@ -89,9 +89,8 @@ def _cell(outcomes: list[str]) -> str:
 
 _PAGE = """# Checkpoints beside other programs
 
-`python tests/clients/matrix.py docs/measurements/clients.md` runs the tests of `tests/clients` and writes this page. A
-cell has the number of tests that passed, for models and dtypes of each variant. A test compares weights bit for bit,
-and logits or tokens of tiny random models. A program that is not installed is *not run*.
+`python tests/clients/matrix.py docs/measurements/clients.md` runs `tests/clients` and writes this page. Cells have the
+tests that passed: weights bit for bit, and logits or tokens of tiny random models. *Not run*: it is not installed.
 
 | package | version |
 |---|---|
