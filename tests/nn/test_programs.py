@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -73,7 +74,9 @@ def every_product_of_a_model_is_rounded_whatever_holds_its_weight() -> None:
     weight_only = jc.Rule(weight=RULE.weight)
     for mode in ("qat", "ptq", "weight_only"):
         low = jc.nn.quantize(model, weight_only, mode, inputs=(TOKENS,))
-        jax.tree.map(np.testing.assert_array_equal, low(TOKENS), expected)
+        # Packed weights alone are multiplied as stored, so their sums may have another order.
+        same = partial(np.testing.assert_allclose, rtol=0, atol=5e-7 * (mode == "weight_only"))
+        jax.tree.map(same, low(TOKENS), expected)
         np.testing.assert_array_equal(low.decode(jnp.ones((2, 64))), low_by_hand(model).decode(jnp.ones((2, 64))))
     assert type(model) is Own
     assert (model(TOKENS)[0] != expected[0]).any()

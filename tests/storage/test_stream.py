@@ -121,9 +121,9 @@ def rules_by_name(tmp_path: Path) -> None:
     listed = rules(**{"a.kernel": "int4(group=16)", "*kernel": "bfloat16", "old* step bias": "e3m2fn"})
     reports = quantize_file(source, target, listed, progress=lambda *now: told.append(now))
     out = jc.load(target)
-    same(out["a.kernel"], jc.quantize(x, "int4(group=16)"))
-    same(out["a.bias"], jc.quantize(x[0].astype(np.float64), "e3m2fn"))
-    same(out["b.kernel"], x.astype(np.float16).astype(np.float32).astype(ml_dtypes.bfloat16))
+    same(out["a"]["kernel"], jc.quantize(x, "int4(group=16)"))
+    same(out["a"]["bias"], jc.quantize(x[0].astype(np.float64), "e3m2fn"))
+    same(out["b"]["kernel"], x.astype(np.float16).astype(np.float32).astype(ml_dtypes.bfloat16))
     same(out["old"], jc.load(source)["old"])
     assert out["step"] == 3 and out["step"].dtype == np.int32
     copied = {report.name: report.to for report in reports if report.copied}
@@ -137,7 +137,7 @@ def rules_by_name(tmp_path: Path) -> None:
     with TensorFile(target) as file:
         assert file.metadata["format"] == "pt"
     assert quantize_file(target, target, rules(**{"b.kernel": "float8_e4m3fn"}))  # in its own place
-    assert jc.load(target)["b.kernel"].dtype == ml_dtypes.float8_e4m3fn
+    assert jc.load(target)["b"]["kernel"].dtype == ml_dtypes.float8_e4m3fn
 
 
 @pytest.mark.smoke

@@ -59,7 +59,8 @@ IN_FLOAT64 = ("e5m10", "binary32", "e9m40", "e11m20(bias=1030,infinities=false,n
 #: Specs that `require_operation` lets pass, some of which leave just two bits.
 ACCEPTED = {
     "float32": ("e5m10", "e8m21", "e7m21:down", "binary32", "binary32:up", "binary32:nearest_away:saturate",
-                "fixed8.14", "integer23", "uinteger22:stochastic", "integer8:wrap", "e5m23(subnormals=false)", "float8_e8m0fnu"),
+                "fixed8.14", "integer23", "uinteger22:stochastic", "integer8:wrap", "e5m23(subnormals=false)",
+                "float8_e8m0fnu"),
     "float64": ("binary32:odd", "e8m21", "e10m50:stochastic", "binary64", "binary64:stochastic", "fixed8.14",
                 "integer52"),
 }  # fmt: skip
