@@ -116,7 +116,7 @@ def drawn(found: Iterable[Mutant], count: int, seed: int) -> list[Mutant]:
 SOWN: dict[str, tuple[str, str, str]] = {
     "GPTQ: the errors of a block never leave it": (
         "jchop/ptq/_steps/round.py",
-        "work = work - jnp.matmul(upper_rows.T, errors, precision=_ROUND_PRECISION)",
+        "matrix = matrix - jnp.matmul(upper_rows.T, errors, precision=_ROUND_PRECISION)",
         "pass",
     ),
     "`low_precision`: accumulator and weight draw the same bits": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -585,13 +586,11 @@ def other_functions_sum_in_the_same_way(name: str) -> None:
     np.testing.assert_array_equal(bits(ROADS[name](a, b, row.spec)), bits(want), name)
 
 
-def test_operations_that_are_no_sums_refuse_the_accumulator() -> None:
-    spec, x = jc.tensor_core("ampere", "bf16"), np.ones(4, F32)
-    for function in (jc.math.mean, jc.math.softmax):
-        with pytest.raises(ValueError, match="accumulate='binary32:toward_zero'"):
-            function(x, spec)
-    with pytest.raises(ValueError, match="accumulate='binary32:toward_zero'"):
-        jc.emulate(jnp.cumsum, "binary32", accumulate=spec)(x)
+def test_a_mean_under_the_accumulator_of_a_core_divides_toward_zero() -> None:
+    x = np.asarray([1, 2**-8, 2**-9], F32)
+    exact = sum(map(Fraction, x.tolist())) / 3
+    got = float(jc.math.mean(x, jc.tensor_core("ampere", "bf16")))
+    assert Fraction(got) <= exact < Fraction(float(np.nextafter(F32(got), F32(2)))) and got != np.float32(x.sum() / 3)
 
 
 test_further = further.test()
