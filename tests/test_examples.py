@@ -30,10 +30,8 @@ BY_WEIGHT = sorted(SCRIPTS, key=lambda name: (name != "harmonic", name))
 @pytest.mark.parametrize("name", BY_WEIGHT)
 def test_it_says_at_once_what_it_does(name, monkeypatch):
     """As "training 40 steps in float32", before it compiles many programs; run no further than that."""
-    if name == "torch_training":
-        pytest.importorskip("torch")
-    if name == "real_weights":
-        pytest.importorskip("magika"), pytest.importorskip("onnx")
+    for package in {"torch_training": ["torch"], "real_weights": ["magika", "onnx"]}.get(name, []):
+        pytest.importorskip(package)
     monkeypatch.syspath_prepend(str(SCRIPTS[name].parent))
     example = load(name)
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--small"])

@@ -263,9 +263,11 @@ def test_named_formats_are_those_of_their_sources():
         assert (fmt.element.min < 0) == (not name.startswith("u"))
         assert (0 in fmt.element.levels) == (not name.endswith("nz"))
     z = np.arange(-127, 128) / 127  # equal steps of 2 x / (1 + |x|)
-    x = np.array(jc.formats.softsign8.element.levels)
+    softsign, square = jc.formats.softsign8.element, jc.formats.usquare8nz.element
+    assert isinstance(softsign, jc.formats.CodebookFormat) and isinstance(square, jc.formats.CodebookFormat)
+    x = np.array(softsign.levels)
     np.testing.assert_allclose(2 * x / (1 + np.abs(x)), z, rtol=1e-7)
-    np.testing.assert_array_equal(np.sqrt(jc.formats.usquare8nz.element.levels) * 256, np.arange(1, 257))
+    np.testing.assert_array_equal(np.sqrt(square.levels) * 256, np.arange(1, 257))
 
 
 def test_another_element_is_not_the_named_format():

@@ -221,7 +221,7 @@ def packed_and_rounded_numbers_give_the_same_bits(kind: str, spec: str, dtype: s
 @each(("spec", "kind"), [("int8(group=all)", "full"), ("float8_e4m3fn", "paged"), ("int8(group=all)", "rolling")])
 def the_whole_cache_is_never_unpacked(kind: str, spec: str) -> None:
     shape = (2, 4096, 2, 64)
-    more = {"keys": spec, "values": spec}
+    more: dict[str, Any] = {"keys": spec, "values": spec}
     if kind == "paged":
         cache = jc.KVCache.paged(shape, pages=128, page_size=64, **more)
     else:
