@@ -177,6 +177,8 @@ def caches() -> Iterator[Call]:
                     one.part(start=0, count=4)]
 
         yield Call(f"KVCache.{kind} {name} methods", later)
+    rotated = lambda: cache("full", **specs["rotated"]).update(k, v)
+    yield Call("KVCache numbers by place", lambda: (rotated().is_recent(positions=jnp.array([[0, 3], [2, -1]])), rotated().rotate_back(x=k)), loose=True)
     for case, options in {"scale": {"scale": 0.5}, "not causal": {"is_causal": False}, "window": {"window": 2}, "blocks": {"block_size": 4},
                           "precision": {"precision": "highest"}}.items():
         yield Call(f"dot_product_attention {case}", lambda o=options: jc.dot_product_attention(q, cache("full", keys="int8(group=all)").update(k, v), **o), loose=True)
