@@ -191,12 +191,11 @@ class _SafetensorsCheckpoint(Checkpoint):
 
     def scales(self, name: str) -> dict[str, np.ndarray]:
         weight = self._weights.get(name)
-        parts = {} if weight is None else weight.names
-        scales = {part: tensor for part, tensor in parts.items() if _HOLDS_SCALES.search(part)}
-        scales = {
-            part: tensor for part, tensor in scales.items() if self._source.entries[tensor].dtype in _SCALE_DTYPES
+        return {
+            part: self._source.read(tensor)
+            for part, tensor in ({} if weight is None else weight.names).items()
+            if _HOLDS_SCALES.search(part) and self._source.entries[tensor].dtype in _SCALE_DTYPES
         }
-        return {part: self._source.read(tensor) for part, tensor in scales.items()}
 
     def _read(self, name: str, exact: bool) -> QArray | np.ndarray:
         if name in self._descriptions:

@@ -217,8 +217,7 @@ def _value_bytes(value: Any) -> bytes:
     if isinstance(value, float):
         return _int_bytes(_FLOAT32_TYPE, 4) + np.array(value, "<f4").tobytes()
     if isinstance(value, str):
-        data = value.encode("utf-8")
-        return _int_bytes(_STRING_TYPE, 4) + _int_bytes(len(data), 8) + data
+        return _int_bytes(_STRING_TYPE, 4) + _counted_bytes(value.encode("utf-8"))
     kind = _STRING_TYPE if isinstance(value, list) else _INT32_TYPE if value.dtype == np.int32 else _FLOAT32_TYPE
     data = b"".join(map(_string_bytes, value)) if isinstance(value, list) else value.tobytes()
     return _int_bytes(_ARRAY_TYPE, 4) + _int_bytes(kind, 4) + _int_bytes(len(value), 8) + data
@@ -232,6 +231,10 @@ def _string_bytes(text: str) -> bytes:
     data = text.encode("utf-8")
     if len(data) > _LONGEST_NAME:
         raise ValueError(f"the name {short_text(text)} has more than {_LONGEST_NAME} bytes, the most of a GGUF file")
+    return _counted_bytes(data)
+
+
+def _counted_bytes(data: bytes) -> bytes:
     return _int_bytes(len(data), 8) + data
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.core import Tracer
 
 from jchop._common.on_demand import load_name
@@ -28,8 +29,6 @@ from jchop._round.arguments import JCHOP_SCOPE, check_key, mark_results
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec, SpecLike
 from jchop.formats import ElementFormat, ScaledFormat
-
-Array = jax.Array
 
 
 class _EmulateOptions(TypedDict, total=False):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
 
 from jchop._common.checks import as_iterable, call_hint, check, check_choice, check_float, check_instance, first_names
 from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint
@@ -24,8 +25,6 @@ from jchop.nn._nnx.layer_kinds import NnxKind, packed_param_shape
 from jchop.nn._nnx.layers import nnx_layers
 from jchop.nn._quantize import quantize
 from jchop.nn._report import LayerCall, bytes_of_tree, record_layer_calls, weight_names, weight_ratio
-
-Array = jax.Array
 
 _SENSITIVITY_TENSORS = ("weight", "activation")
 _ALL_LAYERS = "all"

@@ -9,13 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Literal
 
 from jchop._common.gradients import moved_by, with_rule
 from jchop._program.step import is_reference
-
-Array = jax.Array
 
 
 def bind(primitive: Any, params: dict[str, Any], *args: Any) -> list[Any]:

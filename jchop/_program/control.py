@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
@@ -34,7 +34,6 @@ from jchop._program.step import (
 )
 from jchop._program.stopped_loops import warn_of_stop
 
-Array = jax.Array
 Interpret = Callable[..., list[Any]]
 
 # -- values ------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jchop._program.bind import bind
 from jchop._program.control import Interpret, ScanOrder, ScanTurn, WhileParts, as_jax_value, manual_axes
@@ -24,7 +24,6 @@ from jchop._program.stopped_loops import text_of_stop
 # -- shards ------------------------------------------------------------------------------------------------------------
 
 
-Array = jax.Array
 _Step = TypeVar("_Step", bound=ProgramStep)
 #: The names and sizes of the mesh axes that values have first; empty outside of `jax.shard_map`.
 ShardAxes = tuple[tuple[str, int], ...]

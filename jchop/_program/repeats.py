@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.extend.core import Literal
 
 from jchop._common.bit_ops import varying_axes
@@ -24,8 +24,6 @@ from jchop._program.control import as_jax_value, without_weak_types
 from jchop._program.jaxprs import same_constant, same_param, same_program
 from jchop._program.seeds import Seeds
 from jchop._program.step import ProgramPlan, ProgramStep
-
-Array = jax.Array
 
 #: The fewest equations that a loop must save, and that a turn must have: a turn of a loop costs about a microsecond.
 _LEAST_SAVING, _LEAST_TURN = 64, 16

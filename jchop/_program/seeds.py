@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.core import Tracer
 
 from jchop._common.bit_ops import varying_axes
@@ -17,8 +17,6 @@ from jchop._common.settings import always_jit
 from jchop._core.matmul.operations import fold_seeds
 from jchop._core.rounding.random_bits import flat_index, random_words
 from jchop._core.xla.cpu import compute_once, hide_constant
-
-Array = jax.Array
 
 #: The first number for shards; smaller numbers belong to the equations of a program.
 _FIRST_SHARD_NUMBER = 1 << 31

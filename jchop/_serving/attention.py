@@ -7,15 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from jchop._common.bit_ops import enable_x64_for, varying_like
 from jchop._common.checks import check, check_bool, check_int
 from jchop._common.settings import always_jit
 from jchop._round.arguments import JCHOP_SCOPE, carrier_of_dtype, mark_results
 from jchop._serving.kv_cache import KVCache, KVRows, attention_mask, masked_numbers
-
-Array = jax.Array
 
 #: Slots of a block, unless the caller says otherwise.
 _ATTENTION_BLOCK_SIZE = 128

@@ -13,7 +13,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax import export, lax
+from jax import Array, export, lax
 
 from jchop._common.bit_ops import CARRIERS
 from jchop._common.checks import check, check_int, place_in_errors
@@ -25,7 +25,6 @@ from jchop._storage import QArray, dequantize, quantize
 from jchop._storage._array import register_export
 from jchop._storage._axis_groupings import axes_from_end
 
-Array = jax.Array
 _KVSpec = SpecLike | None
 
 #: The entry of a table for a page that a sequence has not.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
+from jax import Array, lax
 from jax.extend.core import nonempty_axis_env_DO_NOT_USE  # pyright: ignore[reportPrivateImportUsage]
 
 from jchop._common.settings import always_jit
@@ -25,8 +25,6 @@ from jchop.formats.scaled.scaled import axis_indexes
 from jchop.optim import _leaves as base
 from jchop.optim._pack import QuantizedState
 from jchop.sparsity._masks import check_sparsity_pattern, sparsity_mask
-
-Array = jax.Array
 
 
 class RoundState(NamedTuple):

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 
 from jchop._common.bit_ops import CARRIERS, FLOAT32
 from jchop._common.checks import check, check_float, check_int
@@ -26,8 +27,6 @@ from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec
 from jchop._storage import QArray
 from jchop._storage._quantize import StoredAs
-
-Array = jax.Array
 
 
 def check_number(

@@ -59,6 +59,7 @@ def _packed(
     optimizer: Callable[..., optax.GradientTransformation],
     formats: dict[str, Any],
     wrap: Any = lambda tx: tx,
+    whole: bool = False,
     **defaults: Any,
 ) -> Callable[[Callable[[], None]], _PackedOptimizer]:
     """A preset: an optimizer of Optax inside `quantize_state`, by the name and documentation of the decorated function.
@@ -70,11 +71,12 @@ def _packed(
         optimizer: the function of Optax.
         formats: the format of each array of its state, by a pattern of its path there.
         wrap: of the packed transformation. Default: itself.
+        whole: whether a step needs whole arrays, so that there are no chunks. Default False.
         defaults: of arguments that differ from those of Optax.
     """
     rules = PresetRules((pattern, as_spec(fmt, scaled=True)) for pattern, fmt in formats.items())
     own = [p for p in inspect.signature(quantize_state).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    own = [p for p in own if p.name != "chunks" or optimizer is not optax.contrib.muon]  # it needs whole matrices
+    own = [p for p in own if not (whole and p.name == "chunks")]
     theirs = inspect.signature(optimizer).parameters.values()
     theirs = [p.replace(default=defaults.get(p.name, p.default), annotation=p.empty) for p in theirs]
     signature = inspect.Signature([*theirs, *own], return_annotation="optax.GradientTransformationExtraArgs")
@@ -211,7 +213,7 @@ def sgd8bit() -> None:
     """
 
 
-@_packed(optax.contrib.muon, {"mu": dynamic8, "nu": udynamic8nz})
+@_packed(optax.contrib.muon, {"mu": dynamic8, "nu": udynamic8nz}, whole=True)
 def muon8bit() -> None:
     """Muon with its momentum in 8 bits: the signed dynamic map in groups of 256.
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import NamedSharding
 
 from jchop._common.bit_ops import entries_after_reshape, parts_of_axes, place_like, reshape, reshard_like
@@ -25,7 +26,6 @@ from jchop._storage._axis_groupings import axes_from_end
 from jchop._storage._codes import packs_codes as codes_are_packed
 from jchop.optim._leaves import is_float_leaf, path_text
 
-Array = jax.Array
 #: Path patterns, each with the spec for the leaves that it matches; None leaves them unpacked.
 StateRules = tuple[tuple[str, Spec | None], ...]
 #: The leaves of a state with their paths; a packed array is one leaf.

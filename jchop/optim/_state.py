@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
+from jax import Array, lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -30,8 +30,6 @@ from jchop.optim import _chain as chain
 from jchop.optim import _leaves as base
 from jchop.optim import _pack as packing
 from jchop.optim._pack import QuantizedState, is_packed_leaf, leaf_codes
-
-Array = jax.Array
 
 #: The limit of elements of an array that is cut: its place in the stream of random words has 32 bits.
 _MOST_CHUNK_ELEMENTS = 1 << 32

@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jchop._common.settings import always_jit
 from jchop._program.control import ScanOrder, ScanTurn
@@ -22,8 +21,6 @@ from jchop._quantized.products.product import ConvProduct, DotProduct
 from jchop._quantized.program.provenance import AxisFactors, MatrixLayout, MatrixView, ParamOrigin, move_origin
 from jchop._quantized.program.weight_layout import stack_ndim
 from jchop.ptq._data.sites import ProgramWalk, WeightSites, scanned_leaves
-
-Array = jax.Array
 
 #: Sums, and the sign with which each operand enters.
 _SUM_SIGNS = {"add": (1, 1), "add_any": (1, 1), "sub": (1, -1)}

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jchop._common.bit_ops import enable_x64_for
 from jchop._common.checks import check_instance
@@ -31,8 +32,6 @@ from jchop.ptq._equalize.mapping import InputFactors, MappingRecord, map_paramet
 from jchop.ptq._records import Journal, PtqReport, StageRecord, WeightRow, run_facts
 from jchop.ptq._steps.round import RoundingOutcome, pruning_of, qarray_of, round_parameter
 from jchop.ptq._steps.steps import CalibrationSteps, HalfQuadratic, Sweep, as_steps, clip, gptq
-
-Array = jax.Array
 
 
 def pack_with_data(

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jchop._common.files import distribution_version, write_atomically
 from jchop._common.text import PictureReport, TableOrLine
@@ -25,8 +26,6 @@ from jchop._quantized.quantize_fn import QuantizedFunction
 from jchop._storage import load, save
 from jchop._storage._files.safetensors import TensorFile
 from jchop.ptq._data.collect import InputSums
-
-Array = jax.Array
 
 
 @dataclass(frozen=True)

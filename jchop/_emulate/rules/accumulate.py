@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jchop._common.bit_ops import CARRIERS, in_auto_mesh
 from jchop._common.settings import always_jit
@@ -35,8 +35,6 @@ from jchop._program.bind import bind, straight_through
 from jchop._program.seeds import SeedDraw, Seeds
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec
-
-Array = jax.Array
 
 
 def accumulate_in_order(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:

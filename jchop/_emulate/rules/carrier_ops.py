@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.extend.core import Literal
 
 from jchop._common.bit_ops import CARRIERS, ordered_integers, split_sign
@@ -22,8 +22,6 @@ from jchop._program.seeds import SeedDraw, Seeds
 from jchop._program.step import PLAIN_CALLS, jaxpr_of
 from jchop._spec.spec import Spec
 from jchop.formats.rounding import Rounding
-
-Array = jax.Array
 
 #: The first draw number of imaginary parts.
 _FIRST_IMAGINARY_DRAW = 1 << 30

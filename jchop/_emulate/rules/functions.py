@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.extend.core import Literal
 from jax.scipy import special
 
@@ -36,7 +36,6 @@ from jchop.formats.rounding import Rounding
 # where `jax.numpy` is inexact, or a device reads subnormal numbers as zero.
 
 
-Array = jax.Array
 _ExactOperands = tuple[Array, ...]
 
 

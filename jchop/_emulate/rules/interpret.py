@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.extend.core import Literal
 
 from jchop._common.bit_ops import in_auto_mesh, varying_axes
@@ -36,8 +36,6 @@ from jchop._spec.spec import Spec
 
 # -- chains ------------------------------------------------------------------------------------------------------------
 
-
-Array = jax.Array
 
 #: The fewest operations of a chain.
 _LEAST_LINKS = 3

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from jchop._common.bit_ops import CARRIERS
 from jchop._core.arithmetic.exact import ValueRange, carrier_range
@@ -26,8 +26,6 @@ from jchop.formats._catalogue import binary32, binary64
 
 # -- operations --------------------------------------------------------------------------------------------------------
 
-
-Array = jax.Array
 
 #: The own format of each carrier; arithmetic in it is the hardware's.
 _HARDWARE_SPECS = {"float32": Spec(binary32), "float64": Spec(binary64)}

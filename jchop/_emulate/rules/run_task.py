@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from jchop._common.bit_ops import CARRIERS
 from jchop._common.settings import always_jit
@@ -30,8 +30,6 @@ from jchop._program import step
 from jchop._program.bind import bind, straight_through
 from jchop._program.seeds import SeedDraw
 from jchop._spec.spec import Spec
-
-Array = jax.Array
 
 #: Smaller operations are fused with their neighbours: XLA vectorizes the result, and a call would not be faster.
 LEAST_APART = 1 << 14

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 from jax.core import Tracer
 
 from jchop._common.paths import matches_path, nearest_paths_hint
@@ -23,8 +24,6 @@ from jchop._program.step import ProgramPlan, jaxpr_of
 from jchop._round.arguments import is_torch_tensor
 from jchop._spec.accumulation import MatmulSpec
 from jchop._storage import QArray
-
-Array = jax.Array
 
 #: The most programs of a function that are kept.
 _MOST_TRACES = 64

@@ -13,6 +13,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jchop._common.checks import check, check_instance, check_int
 from jchop._common.text import PictureReport, TableOrLine
@@ -30,7 +31,6 @@ from jchop._program.run import interpret, is_foreign_primitive
 from jchop._program.seeds import Seeds
 from jchop._program.step import user_line
 
-Array = jax.Array
 #: A `while` loop of more turns is an error without a limit; an adaptive solver of an ODE takes about 0.1 s for a turn.
 _MOST_BLAME_TURNS = 1000
 #: A rest of more than the first part of the error is named, if it is also more than the second part of the largest

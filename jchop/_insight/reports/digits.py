@@ -14,7 +14,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jchop._common.checks import call_hint, check, check_float, check_instance, check_int
@@ -44,7 +44,6 @@ from jchop._round.arguments import check_key
 from jchop._spec.spec import SpecLike
 from jchop.formats import FloatFormat
 
-Array = jax.Array
 #: A value in every sample.
 ValueSamples = list[Any]
 SampleSeeds = Sequence[Seeds | None]

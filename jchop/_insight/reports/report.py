@@ -13,9 +13,8 @@ from dataclasses import dataclass, field, fields
 from types import MethodType
 from typing import Any, Literal
 
-import jax
-import jax.core
 import numpy as np
+from jax import Array
 
 from jchop._common.checks import check_bool, check_choice, check_instance, check_int
 from jchop._common.text import PictureReport, TableOrLine, plain_data
@@ -40,8 +39,6 @@ from jchop._emulate.rules.trace import trace_program
 from jchop._program.step import user_line
 from jchop._round.arguments import has_tracer
 from jchop._spec.spec import SpecLike
-
-Array = jax.Array
 
 
 class PlacedRow:

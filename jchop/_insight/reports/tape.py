@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.extend.core import Literal
 
 from jchop._common.settings import always_jit
@@ -31,7 +31,6 @@ from jchop._program.lanes import ShardAxes, bind_shards, same_bits, shard_row, w
 from jchop._program.run import is_foreign_primitive
 from jchop._program.step import is_reference
 
-Array = jax.Array
 #: Takes the cotangents of results to those of operands; None stands for zeros.
 Pullback = Callable[[list[Any]], Sequence[Any]]
 #: A secant replaces the mean of two derivatives if an operand differs by more than this part of itself.

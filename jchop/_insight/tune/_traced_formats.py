@@ -18,10 +18,9 @@ from fractions import Fraction
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jchop._common.bit_ops import FLOAT64
 from jchop._core.elementary.functions import supports_function
@@ -38,8 +37,6 @@ from jchop._spec.spec import Spec
 from jchop.formats import FloatFormat
 from jchop.formats._catalogue import bfloat16, binary16, binary32
 from jchop.formats.rounding import Overflow, Rounding
-
-Array = jax.Array
 
 #: The most significant bits: 2 p + 2 are at most those of float64.
 _MOST_PRECISION = (FLOAT64.fraction + 1 - 2) // 2

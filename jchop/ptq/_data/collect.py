@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from jchop._core.elementary import pairs
 from jchop._core.elementary.pairs import FloatPair
@@ -23,8 +23,6 @@ from jchop._quantized.products.operand_layout import OperandLayout, rotate_along
 from jchop._quantized.products.product import ConvProduct, OperandSwap, RaggedProduct
 from jchop._quantized.products.rule import is_stochastic
 from jchop.ptq._data.sites import WeightSite, WeightSites, runs_step_by_step, scanned_leaves
-
-Array = jax.Array
 
 #: How many rows one matrix product sums over; sums of more are sums of pairs.
 _ROWS_PER_PRODUCT = 1024

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jchop._common.checks import check, check_instance
 from jchop._common.text import table_lines
@@ -29,8 +30,6 @@ from jchop.ptq._data.collect import (
     sums_over_rows,
 )
 from jchop.ptq._data.sites import Stage, WeightSite, WeightSites, find_sites
-
-Array = jax.Array
 
 _BYTE_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 

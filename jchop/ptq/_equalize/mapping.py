@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jchop._common.bit_ops import enable_x64_for
 from jchop._common.settings import always_jit
@@ -28,8 +28,6 @@ from jchop.ptq._equalize.graph import GraphValue, ProductPlace, ProgramGraph, gr
 from jchop.ptq._equalize.search import Fold, GainError, channels_of, fold_of, rotation_of
 from jchop.ptq._steps.round import element_scales, placement_to_nearest, qarray_of, round_parameter
 from jchop.ptq._steps.steps import Awq, CalibrationSteps, MappingStep, Rotate, Smooth
-
-Array = jax.Array
 
 #: Factors are kept within these, so that parameters neither vanish nor overflow.
 _LEAST_FACTOR, _MOST_FACTOR = 1e-5, 1e5

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.scipy.linalg import solve_triangular
 
 from jchop._common.settings import always_jit
@@ -28,8 +28,6 @@ from jchop.formats import ScaledFormat
 from jchop.formats._catalogue import binary32
 from jchop.formats.rounding import Rounding
 from jchop.ptq._steps.steps import CalibrationSteps, Clip, Correction, HalfQuadratic, SignDescent, Sparse, Sweep
-
-Array = jax.Array
 
 #: The part of the error of a group that a clipped range must save before a sweep.
 _LEAST_GAIN = 0.3
