@@ -57,7 +57,7 @@ MOST_MODULES = 120  # loaded by `import jchop`
 # Names that several files define for themselves: aliases of types, type variables, registrars of JAX; and the public
 # names that several public modules have.
 SHARED_NAMES = {
-    *("Array", "Keys", "Number", "T"),
+    *("Keys", "Number", "T"),
     *("ChopSTE", "ChopfSTE", "ChopiSTE", "LightChop", "OptimLP", "Quantizer"),
     "report",
     *("clip", "dot", "einsum", "matmul", "round_to_format"),
