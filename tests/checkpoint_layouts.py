@@ -392,11 +392,11 @@ def mlx_mode_case(mode: str) -> Case:
         codes = rng.integers(0, 16, (3, 64)).astype(np.uint8)
         codes = bytes8(rng, (3, 64)).view(np.uint8) if bits == 8 else codes
         scales = rng.integers(0, 127, (3, 64 // group)).astype(np.uint8)
-        return {"w.weight": words(codes, bits).view(np.uint32), "w.scales": scales, "norm.scales": np.ones(3, F8)}
+        return {"w.weight": words(codes, bits).view(np.uint32), "w.scales": scales}
 
     def values(t: Tensors) -> np.ndarray:
         codes, stored = codes_of(t["w.weight"], bits, 64).astype(np.uint8), t["w.scales"]
-        scale = stored.view(F8).astype(np.float32) if mode == "nvfp4" else np.float32(2) ** (stored.astype(int) - 127)
+        scale = stored.view(F8).astype(np.float32) if mode == "nvfp4" else np.ldexp(np.float32(1), stored.astype(int) - 127)
         return (codes.view(F8).astype(np.float32) if bits == 8 else E2M1[codes]) * spread(scale, (3, 64))
 
     return Case("mlx", make, values, {"bits": bits, "group_size": group, "mode": mode})
