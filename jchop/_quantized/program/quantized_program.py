@@ -28,7 +28,7 @@ from jchop._quantized.products.rule import (
     param_rule_index,
     rule_index,
 )
-from jchop._quantized.products.scale_from import LSQ
+from jchop._quantized.products.scales import STATE_KINDS
 from jchop._quantized.program import report
 from jchop._quantized.program.adapters import lora_layouts
 from jchop._quantized.program.call import CallArguments, LazyParam
@@ -41,7 +41,7 @@ from jchop._quantized.program.param_uses import (
 )
 from jchop._quantized.program.provenance import MatrixLayout, MatrixView
 from jchop._quantized.program.runner import QuantizedRunner
-from jchop._quantized.program.scale_slots import HISTORY, SCALE, ScaleSlot, scale_slots_of
+from jchop._quantized.program.scale_slots import ScaleSlot, scale_slots_of
 from jchop._quantized.program.weight_layout import (
     WeightLayout,
     blocks_fit_axes,
@@ -146,8 +146,7 @@ class QuantizedProgram:
         for leaf, (placement, use) in self.placements.items():
             source = self.rule_of(leaf).scale_from
             if source is not None and "weight" in source.fields and use.kind != "sum":
-                kind = SCALE if isinstance(source, LSQ) else HISTORY
-                name = f"{self.paths[leaf] or 'params'}_weight_{kind}"
+                name = f"{self.paths[leaf] or 'params'}_weight_{STATE_KINDS[type(source)]}"
                 count = names[name] = names.get(name, -1) + 1  # {"a": {"b": w}, "a/b": v} has one path twice
                 states[leaf] = f"{name}_{count}" if count else name, placement, source
         return states

@@ -298,11 +298,10 @@ def operand_scale_sources(
             return old
         if spec is None or field not in how.fields:
             return None
-        if isinstance(how, LSQ) and field == "weight":
-            return rounding_modules.LearnedStep(
-                how, stack, layout, map_over_stack(stack_ndim, lambda v: fit_scale(layout.lay(v), spec)[0], kernel)
-            )
-        return rounding_modules.SCALE_SOURCES[type(how)](how, stack)
+        if not isinstance(how, LSQ) or field != "weight":
+            return rounding_modules.ScaleSource(how, stack)
+        scale = map_over_stack(stack_ndim, lambda v: fit_scale(layout.lay(v), spec)[0], kernel)
+        return rounding_modules.ScaleSource(how, stack, layout, scale)
 
     return source("left", "activation", rule.activation), source("right", "weight", rule.weight)
 

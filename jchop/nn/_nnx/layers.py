@@ -25,7 +25,7 @@ from jchop.nn._nnx.rounding_modules import (
     RoundedProduct,
     RoundedPromotion,
     RoundingModule,
-    ScaleSource,
+    ScaleState,
     rounding_module_in,
 )
 from jchop.nn._shared import cache, program_classes
@@ -146,7 +146,7 @@ def layer_entries(model: nnx.Module) -> Iterator[tuple[ModuleEntry, NnxKind | No
     for entry in module_entries(model):
         cls = program_classes.plain_class(type(entry.module))
         cls = FLAX_CLASSES.get(cls, cls)
-        if isinstance(entry.module, RoundingModule | ScaleSource):
+        if isinstance(entry.module, RoundingModule | ScaleState):
             continue
         kind, names = NNX_KINDS.get(cls), entry_parameters(entry).keys()
         is_plain = kind is not None and names <= kind.parameters.keys()
