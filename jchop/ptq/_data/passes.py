@@ -265,11 +265,10 @@ class BatchData:
             program, call, sites = self.program(batch)
             if (id(program), "errors") not in self._functions:
                 collector = ErrorCollector({leaf: sites.others.get(leaf, ()) for leaf in others})
-                self._functions[id(program), "errors"] = jax.jit(partial(collector.collect, program.plan)), collector
-            function, collector = self._functions[id(program), "errors"]
+                self._functions[id(program), "errors"] = jax.jit(partial(collector.collect, program.plan))
             overrides = [{}, *map(dict, roundings)]
-            for key, sums in function([*map(_as_jax_leaf, call.values)], overrides).items():
-                use_key = collector.use_of_key[key]
+            errors = self._functions[id(program), "errors"]([*map(_as_jax_leaf, call.values)], overrides)
+            for use_key, sums in errors.items():
                 total[use_key] = total.get(use_key, 0) + np.diagonal(np.asarray(pair_value(sums.gram)[0], np.float64))
         return {use_key: tuple(map(float, sums)) for use_key, sums in total.items()}  # type: ignore[misc]
 
