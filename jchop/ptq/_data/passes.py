@@ -415,11 +415,8 @@ def statistics(
     check_batches(batches, repeated=False)
     data = BatchData(QuantizedFunction(fun, ()), params, batches, progress=progress)
     sums, (program, _, sites) = data.sums()
-    by_path = {program.paths[leaf]: mean_statistics(leaf_sums) for leaf, leaf_sums in sums.items()}
+    by_path = {}
+    for leaf, leaf_sums in sums.items():
+        means = input_means(leaf_sums)
+        by_path[program.paths[leaf]] = InputStatistics(means.gram, means.magnitude, leaf_sums.largest, means.rows)
     return Statistics(by_path, {program.paths[leaf]: reason for leaf, reason in sites.reasons.items()})
-
-
-def mean_statistics(sums: InputSums) -> InputStatistics:
-    """Sums as means over the rows; zeros where there was none."""
-    means = input_means(sums)
-    return InputStatistics(means.gram, means.magnitude, sums.largest, means.rows)
