@@ -188,11 +188,10 @@ def _axes_of_result(product: Any, side: int, view: MatrixView, eqn: Any) -> tupl
     """For each axis of a product, the factors of the weight's axes that it consists of."""
     ndim = len(eqn.outvars[0].aval.shape)
     if isinstance(product, DotProduct):
-        batch = len(product.batch[0])
-        weight_axes, input_axes = view.free[batch:], ((),) * (ndim - len(view.free))
-        return (*view.free[:batch], *((*weight_axes, *input_axes) if side == 0 else (*input_axes, *weight_axes)))
-    channel_axis = product.numbers.out_spec[1] if isinstance(product, ConvProduct) else ndim - 1
-    return tuple(view.free[-1] if axis == channel_axis else () for axis in range(ndim))
+        parts = dict(zip(product.result_axes(side).values(), view.free, strict=True))
+    else:
+        parts = {product.numbers.out_spec[1] if isinstance(product, ConvProduct) else ndim - 1: view.free[-1]}
+    return tuple(parts.get(axis, ()) for axis in range(ndim))
 
 
 def _bias_of_sum(

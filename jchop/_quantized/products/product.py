@@ -117,6 +117,12 @@ class DotProduct(_Product):
             )
         return self.forward
 
+    def result_axes(self, side: int) -> dict[int, int]:
+        """The axes of the result, by those of an operand; of axes that are summed over, none."""
+        batch, rows = len(self.batch[0]), len(self.forward.left.free)
+        start = rows - batch if side else 0
+        return {axis: i if i < batch else start + i for i, axis in enumerate(self.forward[side].free)}
+
     def _result(self, which: Which, y: Array, shapes: OperandShapes) -> Array:
         """The result, or the derivative with respect to x or w, from its layout as (batch, rows, columns)."""
         if which == "forward":
