@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jchop._common.checks import check_choice
-from jchop._common.paths import common_path_pattern, names_last_part, nearest_paths_hint, path_pattern
+from jchop._common.paths import common_path_pattern, names_last_part, path_pattern
 from jchop._program.step import ProgramPlan
 from jchop._quantized.products.codes import block_along_sum
 from jchop._quantized.products.contraction import ProductRoundings, check_operand_specs
@@ -26,6 +26,7 @@ from jchop._quantized.products.rule import (
     ScaleFrom,
     multiplies_codes,
     param_rule_index,
+    refuse_idle_rules,
     rule_index,
 )
 from jchop._quantized.products.scales import STATE_KINDS
@@ -423,12 +424,8 @@ def _check_rules_match(program: QuantizedProgram, elsewhere: Collection[int]) ->
     numbers_in_use = {*elsewhere, *(number for number in program.rule_indexes if number is not None)}
     numbers_in_use |= {rules.index(rule) for _, rule in products if rule is not None}
     idle = [rule for number, rule in enumerate(rules) if number not in numbers_in_use]
-    if idle:
-        scopes = sorted({step.scope for step, _ in products if step.scope})
-        raise ValueError(
-            f"{', '.join(map(str, idle))} matches no parameter and no product, or only such as an earlier rule "
-            f"matches{nearest_paths_hint([rule.path for rule in idle], [*paths, *scopes])}"
-        )
+    scopes = sorted({step.scope for step, _ in products if step.scope})
+    refuse_idle_rules(idle, "parameter and no product", [*paths, *scopes])
     for leaf, number in enumerate(program.rule_indexes):
         if number is None:
             continue
