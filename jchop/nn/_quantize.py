@@ -76,7 +76,7 @@ def quantize(
     They are an error if they need a stream of keys or kept scales, which belong to the model.
 
     Otherwise the *layers* of the model are quantized. They become layers of `jchop.nn` with the same name, parameters
-    and paths, and round their result. They round in place of Flax's `rounded_dot_general`, `rounded_conv`, `einsum_op`,
+    and paths, and round their result. They round in place of Flax's `dot_general`, `conv_general_dilated`, `einsum_op`,
     `attention_fn` and `promote_dtype`. A product in the model's own code, ``x @ kernel``, is not rounded then. `output`
     and `cache` need layers.
 

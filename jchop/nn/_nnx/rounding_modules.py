@@ -23,7 +23,13 @@ from jax import Array
 from jchop._common.settings import split_prng_key
 from jchop._emulate.emulate import emulate
 from jchop._quantized.products.codes import param_codes
-from jchop._quantized.products.contraction import ProductRoundings, rounded_conv, rounded_dot_general, rounded_einsum
+from jchop._quantized.products.contraction import (
+    OperandForms,
+    ProductRoundings,
+    rounded_conv,
+    rounded_dot_general,
+    rounded_einsum,
+)
 from jchop._quantized.products.operand_layout import OperandLayout, check_layout_axes, round_in_layout
 from jchop._quantized.products.rule import Location, is_stochastic
 from jchop._quantized.products.scale_from import ScaleFrom
@@ -338,10 +344,10 @@ class RoundedProduct(RoundingModule):
         """The operands, rounded if their scales have a source, and the arguments of the product."""
         self._check_state()
         key, how = self.key(), self.how
-        code_arguments: dict[str, Any] = {}
+        codes = left_codes = rounded = None
         if isinstance(w, PackedOperand):
-            code_arguments["codes"] = param_codes(w.codes, w.form.layout, w.form.shape)
-            w = code_arguments["rounded"] = w.form.numbers(w.codes, w.dtype)
+            codes = param_codes(w.codes, w.form.layout, w.form.shape)
+            w = rounded = w.form.numbers(w.codes, w.dtype)
         if self.observe is not None:
             self.observe(x)
             how = replace(how, left=None)
@@ -349,7 +355,7 @@ class RoundedProduct(RoundingModule):
             assert how.left is not None
             operand_key, key = (None, None) if key is None else split_prng_key(key)
             if self.range is not None and how.codes:
-                x, code_arguments["left_codes"] = round_in_range_with_codes(x, how.left, self.range[...], operand_key)
+                x, left_codes = round_in_range_with_codes(x, how.left, self.range[...], operand_key)
             elif self.range is not None:
                 x = round_in_range(x, how.left, self.range[...], operand_key)
             elif self.left is not None:
@@ -359,7 +365,7 @@ class RoundedProduct(RoundingModule):
             assert how.right is not None
             operand_key, key = (None, None) if key is None else split_prng_key(key)
             w, how = self.right(w, how.right, operand_key), replace(how, right=None)
-        return x, w, {"how": how, "key": key, **code_arguments}
+        return x, w, {"how": how, "forms": OperandForms(key, rounded, codes, left_codes)}
 
     def _check_state(self) -> None:
         """Refuse state of another rule, for example from a checkpoint of another model."""
@@ -495,7 +501,8 @@ class RoundedAttention(RoundedProduct):
         if is_causal:
             causal = jnp.tril(jnp.ones((query.shape[-3], key.shape[-3]), bool))
             mask = causal if mask is None else mask.astype(bool) & causal
-        scores, sums = (partial(rounded_einsum, precision=precision, how=self.how, key=self.key()) for _ in range(2))
+        forms = OperandForms(self.key()), OperandForms(self.key())
+        scores, sums = (partial(rounded_einsum, precision=precision, how=self.how, forms=one) for one in forms)
         sower = None if module is None else SimpleNamespace(sow=lambda _, *named: module.sow(nnx.Intermediate, *named))
         # Linen's function is that of NNX, with an einsum as an argument.
         weights = dot_product_attention_weights(query, key, bias, mask, module=sower, einsum=scores, **kwargs)  # type: ignore[arg-type]

@@ -13,7 +13,6 @@ from jax import Array, lax
 
 from jchop._core.elementary import pairs
 from jchop._core.elementary.pairs import FloatPair
-from jchop._program.bind import bind
 from jchop._program.control import ScanOrder, ScanTurn, as_jax_value, without_weak_types
 from jchop._program.run import Runner, interpret
 from jchop._program.step import ProgramPlan
@@ -22,6 +21,7 @@ from jchop._quantized.products.contraction import ProductRoundings
 from jchop._quantized.products.operand_layout import OperandLayout, rotate_along_sum, round_in_layout
 from jchop._quantized.products.product import ConvProduct, OperandSwap, RaggedProduct
 from jchop._quantized.products.rule import is_stochastic
+from jchop._quantized.program.runner import QuantizedRunner
 from jchop.ptq._data.sites import WeightSite, WeightSites, runs_step_by_step, scanned_leaves
 
 #: How many rows one matrix product sums over; sums of more are sums of pairs.
@@ -130,18 +130,6 @@ def _chunk_sums(operands: list[Array], count: Array) -> InputSums:
 
 #: Primitives that choose an order, or an expert, by data.
 _CHOICES = frozenset(("approx_top_k", "argmax", "argmin", "sort", "top_k"))
-
-
-class PlainRunner(Runner):
-    """A program as it is."""
-
-    def run(self, part: Any, seeds: Any, args: list[Any]) -> list[Any]:
-        """One equation."""
-        return bind(part.eqn.primitive, part.eqn.params, *args)
-
-    def control(self, step: Any, seeds: Any, args: list[Any]) -> list[Any]:
-        """One equation, whatever it holds."""
-        return bind(step.eqn.primitive, step.eqn.params, *args)
 
 
 class Lanes(tuple):
@@ -384,7 +372,7 @@ class ErrorCollector(Collector):
         for leaf, uses in others.items():
             for number, (step, operand, _) in enumerate(uses):
                 self._operands.setdefault(id(step), []).append(((leaf, number), operand))
-        super().__init__([PlainRunner()] * 3, {}, WeightSites(), frozenset())
+        super().__init__([QuantizedRunner({})] * 3, {}, WeightSites(), frozenset())
 
     def run(self, part: Any, seeds: Any, args: list[Any]) -> list[Any]:
         """One equation: in each lane if its operands depend on parameters alone, else in full precision only."""

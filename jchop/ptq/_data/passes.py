@@ -23,7 +23,6 @@ from jchop.ptq._data.collect import (
     Collector,
     ErrorCollector,
     InputSums,
-    PlainRunner,
     add_sums,
     input_means,
     pair_value,
@@ -278,7 +277,7 @@ class BatchData:
             for step_id, (rounding, weight) in program.runner.roundings.items()
             if round_activations
         }
-        runners = [*[PlainRunner()] * (lane_count - 1), QuantizedRunner(roundings) if roundings else PlainRunner()]
+        runners = [*[QuantizedRunner({})] * (lane_count - 1), QuantizedRunner(roundings)]
         return Collector(runners, roundings, self.sites(program), leaves)
 
 
@@ -383,7 +382,7 @@ def statistics(
 ) -> Statistics:
     """Measures the second moments and magnitudes of the inputs of all products of parameters and data, in one pass.
 
-    JAX traces `fun`, and the program shows the products. These are `rounded_dot_general` with any contracted axes and
+    JAX traces `fun`, and the program shows the products. These are `dot_general` with any contracted axes and
     axes of a batch, convolutions (their patches) and `ragged_dot`, each group by itself. They may be within `jit`,
     `remat`, branches, and `scan`, where each turn over a stack of parameters has statistics of its own. So has each
     layer of a stack, if all products read layers by constant indexes. Inputs are multiplied in float32 in full
