@@ -100,7 +100,8 @@ def _saves(answer: Any) -> bool:
 
 def _coder_of_bytes(eqn: JaxprEqn) -> Coder:
     """The two halves of an operation that makes codes: `jax.checkpoint` would narrow residuals of float8 dtypes."""
-    dtypes = [var.aval.dtype for var in eqn.outvars]
+    avals: list[Any] = [var.aval for var in eqn.outvars]
+    dtypes = [aval.dtype for aval in avals]
 
     def encode(*operands: Any) -> list[Any]:
         return [
