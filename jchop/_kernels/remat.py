@@ -125,7 +125,7 @@ def _leave_codes(encode: Callable[..., Sequence[Any]], decode: Callable[..., Any
     def refuse(*_: Any) -> Any:
         raise NotImplementedError("jchop.save_codes keeps no second derivative: leave out policy= of jax.checkpoint")
 
-    with jax.enable_x64(eqn.params["wide"] or jax.config.jax_enable_x64):  # type: ignore[attr-defined]
+    with eqn.ctx.manager, jax.enable_x64(eqn.params["wide"] or jax.config.jax_enable_x64):  # type: ignore[attr-defined]
         known = _call_of(lambda *operands: with_rule(round_to_codes, operands, refuse), eqn.invars)
         codes = [Var(var.aval) for var in known.outvars[len(eqn.outvars) :]]
         later = _call_of(numbers_of_codes, codes)
@@ -143,7 +143,8 @@ def _call_of(fun: Callable[..., Any], atoms: Sequence[Any]) -> JaxprEqn:
 
 def _open_program(saveable: Any, there: Sequence[bool], eqn: JaxprEqn) -> tuple | None:
     """The parts of a function with a derivative rule, if roundings in it leave codes."""
-    call = _call_of(jaxpr_as_fun(eqn.params["program"]), eqn.invars)
+    with eqn.ctx.manager:
+        call = _call_of(jaxpr_as_fun(eqn.params["program"]), eqn.invars)
     atoms = dict(zip(call.invars, eqn.invars, strict=True))
     call = call.replace(outvars=eqn.outvars, source_info=eqn.source_info)
     rule: Any = partial_eval.partial_eval_jaxpr_custom_rules[call.primitive]

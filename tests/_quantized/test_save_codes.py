@@ -130,3 +130,16 @@ def test_the_largest_number_and_nan_stay():
     np.testing.assert_allclose(grads, np.array([[448.0], [2.0]]) * np.cos(2.875), rtol=1e-6)
     grads = jax.grad(lambda w: low(w, jnp.array([[np.nan, 2.0]])).sum())(jnp.ones((2, 1)))
     assert np.isnan(grads).all()
+
+
+def test_in_an_explicit_mesh():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    low = jc.quantize_fn(lambda w, x: jnp.tanh(x @ w) @ w, jc.Rule(weight=E4, activation="mxfp8_e4m3"))
+    with jax.set_mesh(mesh):
+        w, x = jnp.eye(32) * 0.7, jax.device_put(jax.random.normal(jax.random.key(0), (8, 32)), jax.P("d", None))
+        plain, saved = (
+            jax.jit(jax.grad(lambda x, fun=fun: fun(w, x).sum()))(x)
+            for fun in (low, jax.checkpoint(low, policy=jc.save_codes))
+        )
+    assert saved.sharding == plain.sharding == x.sharding
+    np.testing.assert_array_equal(plain, saved)
