@@ -56,7 +56,7 @@ from jchop._storage._array import refuse_qarray_dicts
 def quantize_fn(fun: Callable[..., Any], rules: RuleLike, *, key: Array | None = None) -> QuantizedFunction:
     """Rounds the operands of the products of `fun(params, ...)` by rules, whatever library its parameters are from.
 
-    JAX traces `fun`, and the program says which parameters reach which products: `rounded_dot_general`, convolutions,
+    JAX traces `fun`, and the program says which parameters reach which products: `dot_general`, convolutions,
     `ragged_dot`, and look-ups of rows, as in an embedding. It follows them through reshapes, transposes, slices of
     stacks, casts, masks, and loops. So models with an einsum of their own, experts, scanned layers and tied embeddings
     need no layer of a known class. Each parameter is rounded once, in groups along the axes that its first product sums

@@ -14,13 +14,13 @@ from jax import Array, lax
 from jchop._common.checks import check, check_instance
 from jchop._quantized.products.rule import Location
 from jchop._quantized.products.scale_from import has_tensor_scale
-from jchop._quantized.products.scales import RangeObserver, check_calibration_data, range_observer_for
+from jchop._quantized.products.scales import HISTORY, RangeObserver, check_calibration_data, range_observer_for
 from jchop._quantized.program.call import batch_arguments, enumerate_batches
 from jchop._spec.spec import Gradient, Spec
 from jchop.nn._nnx.layers import nnx_layers, set_layer_bias
 from jchop.nn._nnx.nodes import Keys, ModuleEntry, keys_as_path, module_entries
 from jchop.nn._nnx.programs import calibrate_program, is_nnx_program
-from jchop.nn._nnx.rounding_modules import PastMagnitudes, RoundedProduct, rounding_module_in
+from jchop.nn._nnx.rounding_modules import RoundedProduct, rounding_module_in
 from jchop.nn._trees.equinox_modules import calibrate_equinox_module, check_flax_or_equinox, is_equinox_module
 
 T = TypeVar("T")
@@ -124,7 +124,7 @@ def _products_to_calibrate(model: Any) -> Iterator[tuple[RoundedProduct, Spec]]:
         spec = product.how.left
         if spec is None or not has_tensor_scale(spec) or spec.gradient != Gradient():
             continue
-        if isinstance(product.left, PastMagnitudes):
+        if product.left is not None and product.left.kind == HISTORY:
             continue
         if product is not getattr(layer, kind.product[0]):
             product = nnx.clone(product)

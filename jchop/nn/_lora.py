@@ -13,6 +13,7 @@ from jax import Array
 
 from jchop._common.checks import check, check_bool, check_instance
 from jchop._common.paths import matches_path
+from jchop._quantized.products.rule import refuse_idle_rules
 from jchop._quantized.program.adapters import AdaptedParam, LoraAdapter
 from jchop._quantized.program.call import is_packed_param, is_param_leaf
 from jchop._quantized.program.provenance import MatrixLayout
@@ -24,7 +25,6 @@ from jchop.nn._shared.lora_rule import (
     LoraRule,
     LoraRuleLike,
     as_lora_rules,
-    check_lora_rules_match,
     initial_stack_adapters,
     merge_lora_weight,
     read_adapters,
@@ -107,7 +107,8 @@ def add_lora(
         path: next((i for i, rule in enumerate(lora_rules) if matches_path(rule.path, path, *whole.names(path))), None)
         for path in whole.targets
     }
-    check_lora_rules_match(lora_rules, {i for i in numbers.values() if i is not None}, [*numbers])
+    idle = [rule for i, rule in enumerate(lora_rules) if i not in numbers.values()]
+    refuse_idle_rules(idle, "linear layer", [*numbers])
     return whole.put(
         (path, _adapt_param(lora_rules[i], path, whole.targets[path], originals.get(path), whole.draws(number)))
         for number, (path, i) in enumerate(numbers.items())

@@ -29,6 +29,7 @@ from jchop.nn._nnx.programs import is_nnx_program, quantize_program
 from jchop.nn._shared.program_classes import (
     INPUTS_ADVICE,
     ExampleInputs,
+    Examples,
     LayerMode,
     ModelCall,
     check_layer_modes,
@@ -75,7 +76,7 @@ def quantize(
     They are an error if they need a stream of keys or kept scales, which belong to the model.
 
     Otherwise the *layers* of the model are quantized. They become layers of `jchop.nn` with the same name, parameters
-    and paths, and round their result. They round in place of Flax's `rounded_dot_general`, `rounded_conv`, `einsum_op`,
+    and paths, and round their result. They round in place of Flax's `dot_general`, `conv_general_dilated`, `einsum_op`,
     `attention_fn` and `promote_dtype`. A product in the model's own code, ``x @ kernel``, is not rounded then. `output`
     and `cache` need layers.
 
@@ -164,17 +165,17 @@ def quantize(
         raise ValueError(
             f"batches: mode={mode!r} rounds weights in each call; with data use mode='ptq' or 'weight_only'"
         )
-    all_rules = rules_of_mode(rules, mode)
+    all_rules, examples = rules_of_mode(rules, mode), Examples(inputs, call, batches, steps)
     if is_equinox_module(model):
         if rngs is not None:
             raise TypeError("rngs is for modules of Flax NNX; one of Equinox takes key=")
-        result, report = quantize_equinox_module(model, all_rules, mode, inputs, key, call, batches, steps)
+        result, report = quantize_equinox_module(model, all_rules, mode, key, examples)
         return (result, report) if return_report else result
     check_flax_or_equinox("model", model, "; for a function of parameters use jchop.quantize_fn")
     if key is not None:
         raise TypeError("key is for modules of Equinox; one of Flax NNX takes rngs=")
     result: Any = nnx.merge(*nnx.split(model), copy=True)  # variables of its own, holding the same arrays
-    is_program, traced = is_nnx_program(result), inputs is not None or batches is not None
+    is_program, traced = is_nnx_program(result), examples.given
     decisions = [] if mode == "emulate" or is_program or batches is not None else nnx_layer_rules(result, all_rules)
     custom = [
         (one.entry, one.rule) for one in decisions if one.kind is None and one.rule is not None and one.rule.rounds
@@ -194,7 +195,7 @@ def quantize(
         getattr(step, "field", "") == "biases" for step in (steps if isinstance(steps, Sequence) else (steps,))
     ):
         add_zero_biases(result, all_rules)
-    report = quantize_program(result, all_rules, mode, inputs, rngs, call, batches, steps)
+    report = quantize_program(result, all_rules, mode, rngs, examples)
     return (result, report) if return_report else result
 
 

@@ -29,11 +29,11 @@ from jchop.nn._nnx.layer_kinds import (
     weight_names,
 )
 from jchop.nn._nnx.layers import NnxLayerRule, entry_parameters, nnx_layer_rules, nnx_layers
-from jchop.nn._nnx.programs import report_program
+from jchop.nn._nnx.programs import nnx_methods
 from jchop.nn._nnx.rounding_modules import RoundedConvolution
 from jchop.nn._quantize import quantize
-from jchop.nn._shared.program_classes import ExampleInputs
-from jchop.nn._trees.equinox_modules import check_flax_or_equinox, is_equinox_module, report_equinox_module
+from jchop.nn._shared.program_classes import INPUTS_ADVICE, ExampleInputs
+from jchop.nn._trees.equinox_modules import check_flax_or_equinox, equinox_methods, is_equinox_module
 
 #: A parameter that stays in full precision: its path, its shape, and the reason.
 WideParam = tuple[str, tuple[int, ...], str]
@@ -245,8 +245,9 @@ def report(
         check(not stochastic, "batches: a rule rounds stochastically; ratios need deterministic roundings")
     if inputs is not None or program:
         check(all_rules, "rules=None: a report of a program needs rules")
-        of_program: Any = report_equinox_module if program else report_program
-        reports = of_program(model, all_rules, inputs, platform)
+        if inputs is None:
+            raise ValueError(f"{INPUTS_ADVICE}; the report of a module of Equinox is that of its program")
+        reports = (equinox_methods if program else nnx_methods)(model, all_rules).report(inputs, platform)
         return reports if isinstance(inputs, Mapping) else reports["__call__"]
     decisions = nnx_layer_rules(model, all_rules)
     rows = [_nnx_layer_row(one, bool(all_rules), platform) for one in decisions]

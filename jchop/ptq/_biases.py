@@ -14,13 +14,12 @@ import numpy as np
 from jax import Array, lax
 
 from jchop._common.settings import always_jit
-from jchop._program.control import ScanOrder, ScanTurn
 from jchop._program.run import interpret
 from jchop._program.step import ProgramPlan
 from jchop._quantized.products.product import ConvProduct, DotProduct
 from jchop._quantized.program.provenance import AxisFactors, MatrixLayout, MatrixView, ParamOrigin, move_origin
 from jchop._quantized.program.weight_layout import stack_ndim
-from jchop.ptq._data.sites import ProgramWalk, WeightSites, scanned_leaves
+from jchop.ptq._data.sites import ProgramWalk, WeightSites
 
 #: Sums, and the sign with which each operand enters.
 _SUM_SIGNS = {"add": (1, 1), "add_any": (1, 1), "sub": (1, -1)}
@@ -123,7 +122,6 @@ class _BiasSearch(ProgramWalk):
         self.sums: dict[int, list[_BiasSum]] = {}
         self.products: Counter[int] = Counter()
         self.loops: dict[int, tuple[int, ...]] = {}  # those that run over each parameter where it was last met
-        self._loops_around: dict[int, tuple[int, ...]] = {}  # the same, where the search is
         self._uses: Counter[Any] = Counter()  # of each variable of the programs that were entered
 
     def parts(self, plan: ProgramPlan) -> Iterable[Any]:
@@ -144,13 +142,8 @@ class _BiasSearch(ProgramWalk):
         outs = super().control(step, seeds, self._followed(step.eqn.invars, args))
         return self._followed(step.inner[-1].jaxpr.outvars, outs) if any(outs) else outs
 
-    def scan(self, step: Any, turn: ScanTurn, start: Any, xs: Any, order: ScanOrder) -> tuple[Any, Any]:
-        """A loop."""
-        around = self._loops_around
-        self._loops_around = around | {leaf: (*around.get(leaf, ()), id(step)) for leaf in scanned_leaves(step)}
-        outs = super().scan(step, turn, start, xs, order)
-        self._loops_around = around
-        return outs
+    def _meet(self, leaf: int) -> None:
+        self.loops[leaf] = tuple(map(id, self.loops_over.get(leaf, ())))
 
     def run(self, part: Any, seeds: Any, args: list[_ProductTerms]) -> list[_ProductTerms]:
         """One equation."""
@@ -160,7 +153,7 @@ class _BiasSearch(ProgramWalk):
             side, sites = self.sites.of_step[id(part)]
             for site in sites:
                 self.products[site.leaf] += 1
-                self.loops[site.leaf] = self._loops_around.get(site.leaf, ())
+                self._meet(site.leaf)
             if len(sites) != 1:
                 return nothing
             axes = _axes_of_result(part.product, side, sites[0].view, part.eqn)
@@ -185,7 +178,7 @@ class _BiasSearch(ProgramWalk):
             return [tuple(sum_terms)]
         for term in (*operand_terms[0], *operand_terms[1]) if len(parameter_origins[0]) == 1 else ():
             (bias,) = parameter_origins[0]
-            self.loops[bias.leaf] = self._loops_around.get(bias.leaf, ())
+            self._meet(bias.leaf)
             bias_sum = _BiasSum(term.weight, bias, term.sign * signs[0] * signs[1], shape)
             self.sums.setdefault(term.weight.leaf, []).append(bias_sum)
         return [()]
@@ -195,11 +188,10 @@ def _axes_of_result(product: Any, side: int, view: MatrixView, eqn: Any) -> tupl
     """For each axis of a product, the factors of the weight's axes that it consists of."""
     ndim = len(eqn.outvars[0].aval.shape)
     if isinstance(product, DotProduct):
-        batch = len(product.batch[0])
-        weight_axes, input_axes = view.free[batch:], ((),) * (ndim - len(view.free))
-        return (*view.free[:batch], *((*weight_axes, *input_axes) if side == 0 else (*input_axes, *weight_axes)))
-    channel_axis = product.numbers.out_spec[1] if isinstance(product, ConvProduct) else ndim - 1
-    return tuple(view.free[-1] if axis == channel_axis else () for axis in range(ndim))
+        parts = dict(zip(product.result_axes(side).values(), view.free, strict=True))
+    else:
+        parts = {product.numbers.out_spec[1] if isinstance(product, ConvProduct) else ndim - 1: view.free[-1]}
+    return tuple(parts.get(axis, ()) for axis in range(ndim))
 
 
 def _bias_of_sum(

@@ -16,7 +16,13 @@ from programs.program import equations
 
 import jchop as jc
 from jchop._quantized.products import product as _product
-from jchop._quantized.products.contraction import ProductRoundings, rounded_conv, rounded_dot_general, rounded_einsum
+from jchop._quantized.products.contraction import (
+    OperandForms,
+    ProductRoundings,
+    rounded_conv,
+    rounded_dot_general,
+    rounded_einsum,
+)
 from jchop._spec.spec import as_spec
 
 BLOCKS = "mxfp8_e4m3(group=4)"
@@ -183,7 +189,8 @@ def stochastic_products_draw_from_the_key() -> None:
     @jax.jit
     def run(keys: Any) -> Any:
         def one(key: Any) -> Any:
-            y, pull = jax.vjp(lambda x, w: rounded_dot_general(x, w, MATRICES, how=noisy, key=key), X, W)
+            options = {"how": noisy, "forms": OperandForms(key)}
+            y, pull = jax.vjp(lambda x, w: rounded_dot_general(x, w, MATRICES, **options), X, W)
             return y, *pull(G)
 
         return jax.vmap(one)(keys)

@@ -166,11 +166,11 @@ class _ConvSums(MatrixSums):
 
     def _as_matrices(self, a: Array, b: Array, dtype: Any) -> Array:
         left = self.geometry.patches(a.reshape(*a.shape[:-2], -1), self.places)
-        y = MatrixSums().on_gpu(_patch_rows(left, a.shape[-2]), _kernel_rows(b), dtype)
+        y = MatrixSums().on_gpu(patch_rows(left, a.shape[-2]), _kernel_rows(b), dtype)
         return y.swapaxes(0, 1).reshape(self.shape(a, b))
 
 
-def _patch_rows(patches: Array, groups: int) -> Array:
+def patch_rows(patches: Array, groups: int) -> Array:
     """(n, *windows, places, channels) as the matrices (groups, n windows, places channels)."""
     *front, places, channels = patches.shape
     apart = patches.reshape(math.prod(front), places, groups, channels // groups)
@@ -240,7 +240,7 @@ def _windows_as_rows(image: CodedArray, sums: _ConvSums) -> CodedArray:
     groups = image.elements.shape[-2]
 
     def rows(v: Array) -> Array:
-        return _patch_rows(sums.geometry.patches(v.reshape(*v.shape[:-2], -1), sums.places), groups)
+        return patch_rows(sums.geometry.patches(v.reshape(*v.shape[:-2], -1), sums.places), groups)
 
     if image.block is not None:
         return image.map_arrays(rows)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -131,17 +131,29 @@ class ProductRoundings:
         )
 
 
+class OperandForms(NamedTuple):
+    """What a product is given beside its operands x and w.
+
+    Args:
+        key: a typed key if any rounding is stochastic. It is split into one for each rounding and each product.
+        rounded: `w` rounded already, with the same derivative; `how.right` is then of the backward products alone.
+        codes: of a `w` that is rounded already, with its axes; for a product of codes.
+        left_codes: of an `x` that is rounded already, under one scale.
+        extra: more operands of the product, which have no derivative.
+    """
+
+    key: Array | None = None
+    rounded: Array | None = None
+    codes: CodedArray | None = None
+    left_codes: CodedArray | None = None
+    extra: tuple[Array, ...] = ()
+
+
+_OPERANDS_ALONE = OperandForms()
+
+
 def contract(
-    product: AnyProduct,
-    x: Array,
-    w: Array,
-    roundings: ProductRoundings,
-    key: Array | None = None,
-    *,
-    rounded: Array | None = None,
-    codes: CodedArray | None = None,
-    left_codes: CodedArray | None = None,
-    extra: tuple[Array, ...] = (),
+    product: AnyProduct, x: Array, w: Array, roundings: ProductRoundings, forms: OperandForms = _OPERANDS_ALONE
 ) -> Array:
     """``product(x, w)``, its operands rounded along the contracting axes, and its derivative as `roundings` says.
 
@@ -150,11 +162,7 @@ def contract(
         x: the left operand, a carrier.
         w: the right operand, of the same dtype.
         roundings: the roundings.
-        key: a typed key if any rounding is stochastic. It is split into one for each rounding and each product.
-        rounded: `w` rounded already, with the same derivative; `how.right` is then of the backward products alone.
-        codes: of a `w` that is rounded already, with its axes; for a product of codes.
-        left_codes: of an `x` that is rounded already, under one scale.
-        extra: more operands of the product, which have no derivative.
+        forms: a key, and other forms of the operands.
 
     Returns:
         The product. Its derivative is straight-through in the roundings of x and w, or as their specs say.
@@ -162,7 +170,7 @@ def contract(
     roundings = roundings.for_operand(product, w.shape)
     try:
         alike = replace(roundings, place=NO_LOCATION)
-        return _contract_operands(product, alike, x, w, key, rounded, codes, left_codes, extra)
+        return _contract_operands(product, alike, x, w, forms)
     except Exception as error:
         error.add_note(f"This is of the {roundings.place}.")
         raise
@@ -170,17 +178,10 @@ def contract(
 
 @partial(always_jit, static_argnums=(0, 1), inline=True)
 def _contract_operands(
-    product: AnyProduct,
-    roundings: ProductRoundings,
-    x: Array,
-    w: Array,
-    key: Array | None,
-    rounded_weight: Array | None,
-    codes: CodedArray | None,
-    left_codes: CodedArray | None,
-    extra: tuple[Array, ...],
+    product: AnyProduct, roundings: ProductRoundings, x: Array, w: Array, forms: OperandForms
 ) -> Array:
     """`contract` of operands that are checked: traced once for equal products, wherever they are."""
+    key, rounded_weight, extra = forms.key, forms.rounded, forms.extra
     if (rotation := roundings.rotation_of("forward")) is not None:
         x = rotate_along_sum(product.forward.left, x, rotation)
         if not roundings.skip_weight_rotation:
@@ -205,23 +206,17 @@ def _contract_operands(
         return product(left, right, *extra)
     again = (roundings.rounds_input_again, roundings.rounds_weight_again)
     full = tuple(lax.stop_gradient(v) if anew else None for v, anew in zip((x, w), again, strict=True))
-    both = _encode_operands(product, x, w, roundings, keys, left_codes, codes) if roundings.codes else None
+    both = _encode_operands(product, x, w, roundings, keys, forms) if roundings.codes else None
     if not roundings.backward and not any(roundings.rotation_of(which) for which in _BACKWARD):
         return _product_of_codes(product, left, right, lax.stop_gradient(both), extra)
     return _rounded_product(product, roundings, left, right, full, (keys, extra, both))
 
 
 def _encode_operands(
-    product: AnyProduct,
-    x: Array,
-    w: Array,
-    roundings: ProductRoundings,
-    keys: Mapping[str, Array | None],
-    data: CodedArray | None,
-    weight: CodedArray | None,
+    product: AnyProduct, x: Array, w: Array, roundings: ProductRoundings, keys: Mapping[str, Any], forms: OperandForms
 ) -> tuple[CodedArray, CodedArray]:
     """Both operands as codes, in the layouts of the forward product; from their own codes if they have any."""
-    left, right = product.forward.left, product.forward.right
+    (left, right), data, weight = product.forward, forms.left_codes, forms.codes
     first = encode_operand(left.lay(x), roundings.left, keys["left"]) if data is None else data.map_arrays(left.lay)
     if weight is None and roundings.left is None and roundings.right is not None and data is None:
         qarray = quantize(right.lay(lax.stop_gradient(w)), roundings.right, keys["right"])
@@ -361,16 +356,15 @@ def rounded_dot_general(
     *,
     out_sharding: Any = None,
     how: ProductRoundings,
-    key: Array | None = None,
-    **options: Any,
+    forms: OperandForms = _OPERANDS_ALONE,
 ) -> Array:
-    """`jax.lax.dot_general` with rounded operands; `options` is for `contract`."""
+    """`jax.lax.dot_general` with rounded operands."""
     (cx, cw), (bx, bw) = (tuple(tuple(int(a) for a in axes) for axes in pair) for pair in dimension_numbers)
     contracting = tuple(a % x.ndim for a in cx), tuple(a % w.ndim for a in cw)
     batch = tuple(a % x.ndim for a in bx), tuple(a % w.ndim for a in bw)
     product = DotProduct(contracting, batch, (x.ndim, w.ndim), precision, preferred_element_type, out_sharding)
     check_operand_specs(product, how)
-    return contract(product, x, w, how, key, **options)
+    return contract(product, x, w, how, forms)
 
 
 def rounded_conv(
@@ -387,10 +381,9 @@ def rounded_conv(
     *,
     out_sharding: Any = None,
     how: ProductRoundings,
-    key: Array | None = None,
-    **options: Any,
+    forms: OperandForms = _OPERANDS_ALONE,
 ) -> Array:
-    """`jax.lax.conv_general_dilated` with rounded operands; `options` is for `contract`."""
+    """`jax.lax.conv_general_dilated` with rounded operands."""
     ones = (1,) * (x.ndim - 2)
     pads = padding if isinstance(padding, str) else tuple((int(low), int(high)) for low, high in padding)
     windows = tuple(window_strides), pads, tuple(lhs_dilation or ones), tuple(rhs_dilation or ones)
@@ -398,7 +391,7 @@ def rounded_conv(
     more = precision, preferred_element_type, out_sharding
     product = ConvProduct(*windows, numbers, feature_group_count, *more)
     check_operand_specs(product, how)
-    return contract(product, x, w, how, key, **options)
+    return contract(product, x, w, how, forms)
 
 
 def rounded_einsum(
@@ -410,10 +403,9 @@ def rounded_einsum(
     preferred_element_type: Any = None,
     out_sharding: Any = None,
     how: ProductRoundings,
-    key: Array | None = None,
-    **options: Any,
+    forms: OperandForms = _OPERANDS_ALONE,
 ) -> Array:
-    """`jax.numpy.einsum` of two arrays, as one `rounded_dot_general` of rounded operands; `options` is for `contract`.
+    """`jax.numpy.einsum` of two arrays, as one `rounded_dot_general` of rounded operands.
 
     Raises:
         ValueError: for an index that stands twice in an array, or in one array alone and not in the result.
@@ -421,7 +413,7 @@ def rounded_einsum(
     if out_sharding is not None:
         raise NotImplementedError(f"out_sharding={out_sharding!r}: a quantized einsum has none; leave it None")
     dims, order, _ = einsum_dimensions(subscripts, x.ndim, w.ndim)
-    y = rounded_dot_general(x, w, dims, precision, preferred_element_type, how=how, key=key, **options)
+    y = rounded_dot_general(x, w, dims, precision, preferred_element_type, how=how, forms=forms)
     return y.transpose(order)
 
 

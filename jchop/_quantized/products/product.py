@@ -117,6 +117,12 @@ class DotProduct(_Product):
             )
         return self.forward
 
+    def result_axes(self, side: int) -> dict[int, int]:
+        """The axes of the result, by those of an operand; of axes that are summed over, none."""
+        batch, rows = len(self.batch[0]), len(self.forward.left.free)
+        start = rows - batch if side else 0
+        return {axis: i if i < batch else start + i for i, axis in enumerate(self.forward[side].free)}
+
     def _result(self, which: Which, y: Array, shapes: OperandShapes) -> Array:
         """The result, or the derivative with respect to x or w, from its layout as (batch, rows, columns)."""
         if which == "forward":
@@ -232,11 +238,15 @@ class ConvProduct(_Product):
             padding = lax.padtype_to_pads(space, spans, self.strides, padding)
         return tuple((int(low), int(high)) for low, high in padding)
 
+    def geometry(self, space: Sequence[int], places: Sequence[int]) -> ConvGeometry:
+        """Where the places of a kernel fall on an image."""
+        return ConvGeometry(self.strides, self._pads(space, places), self.input_dilation, self.kernel_dilation)
+
     def by_codes(self, which: Which, left: CodedArray, right: CodedArray, shapes: OperandShapes, dtype: Any) -> Array:
         """One of the products, of codes in their layouts; `shapes` are those of x and w."""
         x, w = ([shape[a] for a in s] for shape, s in zip(shapes, self.numbers[:2], strict=True))
         (n, channels, *space), (rows, inner, *places), groups = x, w, self.feature_groups
-        geometry = ConvGeometry(self.strides, self._pads(space, places), self.input_dilation, self.kernel_dilation)
+        geometry = self.geometry(space, places)
         if which == "weight":  # summed over images and places
             gradient, image = right.reshape(rows, n, *geometry.windows(space, places)), left
             y = correlate_codes(gradient, image.reshape(channels, n, *space), geometry, places, groups, dtype)

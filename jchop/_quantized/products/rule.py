@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from jchop._common.checks import FieldsRepr, check, check_choice, check_instance, keyword_hints, short_repr
-from jchop._common.paths import check_path_pattern, common_path_pattern, matches_path, path_pattern
+from jchop._common.paths import check_path_pattern, common_path_pattern, matches_path, nearest_paths_hint, path_pattern
 from jchop._quantized.products.operand_layout import Hadamard
 from jchop._quantized.products.rule_sources import fields_of_hf, fields_of_qwix
 from jchop._quantized.products.scale_from import ScaleFrom, check_scale_from
@@ -372,7 +372,8 @@ def as_rule_tuple(rules: Any) -> tuple[Rule, ...]:
     """
     items: Sequence[Any] = ()
     if isinstance(rules, Mapping) and not _reading_advice(rules):
-        items = [_rule_of_entry(pattern, value) for pattern, value in rules.items()]
+        entries = rules.items()
+        items = [rule_of_entry(Rule, key, v if isinstance(v, Rule | Mapping) else {"weight": v}) for key, v in entries]
     elif isinstance(rules, Rule | Spec | ElementFormat | ScaledFormat | str | type | np.dtype):
         items = (rules if isinstance(rules, Rule) else Rule(weight=rules),)
     elif isinstance(rules, Iterable):
@@ -386,13 +387,20 @@ def as_rule_tuple(rules: Any) -> tuple[Rule, ...]:
     return tuple(items)
 
 
-def _rule_of_entry(pattern: str, value: Any) -> Rule:
-    """The rule of an entry of a mapping; see `as_rule_tuple`."""
-    if isinstance(value, Rule):
-        check(value.path in ("*", pattern), f"rules[{pattern!r}]={value!r} has another path; leave one of them out")
-        return replace(value, path=pattern)
-    fields = value if isinstance(value, Mapping) else {"weight": value}
-    return Rule(pattern, **fields)
+def rule_of_entry(cls: Any, pattern: str, value: Any) -> Any:
+    """The rule of a class for an entry of a mapping: a rule, or the fields of one."""
+    if not isinstance(value, cls):
+        return cls(pattern, **value)
+    check(value.path in ("*", pattern), f"rules[{pattern!r}]={value!r} has another path; leave one of them out")
+    return replace(value, path=pattern)
+
+
+def refuse_idle_rules(idle: Sequence[Any], what: str, paths: Iterable[str], advice: str = "") -> None:
+    """Refuse rules that match nothing, if there are any; the error says what they could match."""
+    if idle:
+        hint = nearest_paths_hint([rule.path for rule in idle], paths)
+        names = ", ".join(map(str, idle))
+        raise ValueError(f"{names} matches no {what}, or only such as an earlier rule matches{hint}{advice}")
 
 
 def _reading_advice(rule: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from jchop._core.scaled.groups import Groups
 from jchop._program.bind import straight_through
 from jchop._quantized.products.codes import CodedArray, expand_codes
 from jchop._quantized.products.operand_layout import OperandLayout, keep_nan
-from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage
+from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage, ScaleFrom
 from jchop._spec.spec import Gradient, Spec
 from jchop._storage import QArray, dequantize, fit_scale, quantize
 from jchop.formats import UniformFormat
@@ -31,11 +31,42 @@ from jchop.formats.rounding import Rounding
 # -- formulas ----------------------------------------------------------------------------------------------------------
 
 
-def update_range(source: MovingAverage, current: Array, x: Array, fixed: bool) -> Array:
-    """The range for the rounding of `x`: the known one, updated unless it is fixed; that of `x` if there is none."""
-    own_range = finite_range(x)
-    span = current if fixed else source.decay * current + (1 - source.decay) * own_range
-    return jnp.where(jnp.isnan(current), own_range, span)
+#: The kinds of state.
+RANGE, HISTORY, SCALE = "range", "history", "scale"
+STATE_KINDS: Mapping[type, str] = {MovingAverage: RANGE, DelayedScaling: HISTORY, LSQ: SCALE}
+
+
+def state_shape(source: ScaleFrom | None) -> tuple[int, ...]:
+    """The shape of the state of an activation; without a source it is a range."""
+    if isinstance(source, LSQ):
+        return ()
+    return (source.length,) if isinstance(source, DelayedScaling) else (2,)
+
+
+def round_under_state(
+    source: ScaleFrom | None, state: Array, x: Array, spec: Spec, key: Array | None, fixed: bool, layout: Any = None
+) -> tuple[Array, Array]:
+    """`x` rounded under kept scales, and their state after it.
+
+    Args:
+        source: of the scales; None for a range that stays.
+        state: a range, a history, or a learned scale.
+        x: the operand.
+        spec: its rounding.
+        key: for a stochastic one.
+        fixed: whether a moving range stays.
+        layout: the `OperandLayout` of a kernel under learned scales; None of an activation, which has one scale.
+    """
+    if isinstance(source, LSQ):
+        return _round_lsq_operand(source, layout, x, spec, state, key), state
+    span = after = state
+    if isinstance(source, MovingAverage):
+        own_range = finite_range(x)
+        moved = state if fixed else source.decay * state + (1 - source.decay) * own_range
+        span = after = jnp.where(jnp.isnan(state), own_range, moved)  # that of `x` if there is none
+    elif isinstance(source, DelayedScaling):
+        span, after = update_history(source, state, x)
+    return round_in_range(x, spec, span, key), after
 
 
 def update_history(source: DelayedScaling, history: Array, x: Array) -> tuple[Array, Array]:
@@ -46,7 +77,7 @@ def update_history(source: DelayedScaling, history: Array, x: Array) -> tuple[Ar
     return jnp.stack([-magnitude, magnitude]), jnp.concatenate([own_magnitude[None], history[:-1]])
 
 
-def round_lsq_operand(
+def _round_lsq_operand(
     source: LSQ, layout: OperandLayout | None, x: Array, spec: Spec, scale: Array, key: Array | None
 ) -> Array:
     """`x` rounded under a learned scale: of a kernel in its layout, or (None) of an activation, which has one scale."""

@@ -132,7 +132,7 @@ def reorder_rows(matrix: Array, parts: AxisFactors) -> Array:
 
 
 def lora_layouts(plan: ProgramPlan, shapes: Sequence[tuple[int, ...]]) -> dict[int, MatrixLayout | str]:
-    """The parameters that reach a product: each as a matrix, if all that takes it are `rounded_dot_general` alike.
+    """The parameters that reach a product: each as a matrix, if all that takes it are `dot_general` alike.
 
     Args:
         plan: the program.

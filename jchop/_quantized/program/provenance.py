@@ -8,7 +8,7 @@ product they say which axes of the parameter are summed over.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -151,39 +151,43 @@ def _move_axes(
         new, old = _device_pieces(axes, shape, params["axis_size"])
         place = params["all_gather_dimension"]
         return (*old[:place], new, *old[place:])
-    if name == "stack":
-        return (*axes[: params["axis"]], (), *axes[params["axis"] :])
-    if name == "unstack":
-        return (*axes[: params["axis"]], *axes[params["axis"] + 1 :])
-    if name == "tile":
-        return ((),) * (len(out) - len(axes)) + axes
-    if name == "transpose":
-        return tuple(axes[i] for i in params["permutation"])
-    if name == "squeeze":
-        squeeze_axes = {axis % len(axes) for axis in params["dimensions"]}
-        return tuple(parts for i, parts in enumerate(axes) if i not in squeeze_axes)
-    if name == "expand_dims":
-        new = {axis % len(out) for axis in params["dimensions"]}
-        rest = iter(axes)
-        return tuple(() if i in new else next(rest) for i in range(len(out)))
-    if name == "broadcast_in_dim":
-        axis_of_output = dict(zip(params["broadcast_dimensions"], axes, strict=True))
-        return tuple(axis_of_output.get(i, ()) for i in range(len(out)))
+    if name in AXIS_PAIRS:
+        parts_of = {j: axes[i] for i, j in AXIS_PAIRS[name](params, shape, out)}
+        return tuple(parts_of.get(j, ()) for j in range(len(out)))
     if name == "reshape" and params.get("dimensions") is None:
         if (whole := _reshape_axes(axes, shape, out)) is not None:
             return whole
         # A piece of a stack, such as its first layers, is cut anew along the stack: the other axes stay what they are.
         uncut = tuple(a if math.prod(p.size for p in a) == n else () for a, n in zip(axes, shape, strict=True))
         return _reshape_axes(uncut, shape, out) if any(uncut) else None
-    if name == "gather":
-        # The axes of windows are axes of the result; those of which one index is taken are gone.
-        numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
-        index_axes = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-        window_axes = iter([parts if sizes[i] != 1 else () for i, parts in enumerate(axes) if i not in index_axes])
-        return tuple(next(window_axes) if i in numbers.offset_dims else () for i in range(len(out)))
     return None
 
 
+def other_axes(axes: Iterable[int], ndim: int) -> list[int]:
+    """The axes of an array but for some."""
+    left_out = {int(axis) % ndim for axis in axes}
+    return [axis for axis in range(ndim) if axis not in left_out]
+
+
+def _window_axes(params: Mapping[str, Any], before: Sequence[int], _: Any) -> Iterator[tuple[int, int]]:
+    """The axes of the windows of a gather; those of which one index is taken are gone."""
+    numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
+    kept = other_axes((*numbers.collapsed_slice_dims, *numbers.operand_batching_dims), len(before))
+    return ((axis, out) for axis, out in zip(kept, numbers.offset_dims, strict=True) if sizes[axis] != 1)
+
+
+#: For the parameters of a primitive and the shapes of its first operand and its result: the axes of both that are one.
+AxisPairs = Callable[[Mapping[str, Any], Sequence[int], Sequence[int]], Iterable[tuple[int, int]]]
+AXIS_PAIRS: Mapping[str, AxisPairs] = {
+    "transpose": lambda params, a, b: zip(params["permutation"], range(len(b)), strict=True),
+    "squeeze": lambda params, a, b: zip(other_axes(params["dimensions"], len(a)), range(len(b)), strict=True),
+    "expand_dims": lambda params, a, b: zip(range(len(a)), other_axes(params["dimensions"], len(b)), strict=True),
+    "broadcast_in_dim": lambda params, a, b: enumerate(params["broadcast_dimensions"]),
+    "gather": _window_axes,
+    "stack": lambda params, a, b: zip(range(len(a)), other_axes([params["axis"]], len(b)), strict=True),
+    "unstack": lambda params, a, b: zip(other_axes([params["axis"]], len(a)), range(len(b)), strict=True),
+    "tile": lambda params, a, b: enumerate(range(len(b) - len(a), len(b))),
+}
 _SAME_AXES_TEXT = """
     convert_element_type copy copy_p slice dynamic_slice dynamic_update_slice rev sharding_constraint reshard name
     optimization_barrier stop_gradient reduce_precision pad concatenate split device_put pvary pcast mesh_cast
@@ -202,7 +206,6 @@ _COLLECTIVES_TEXT = """
 ADD_PRIMITIVES = frozenset(["add", "sub"])
 #: Writes into an array at indexes.
 SCATTER_PRIMITIVES = frozenset(["scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"])
-_MOVES_TEXT = "transpose squeeze expand_dims broadcast_in_dim reshape gather stack unstack tile"
 #: Each axis stays what it is, though perhaps shorter or longer.
 SAME_AXES_PRIMITIVES = frozenset(_SAME_AXES_TEXT.split())
 #: Computes with numbers that stand at the same place, or before it along an axis; the result has their axes.
@@ -210,7 +213,7 @@ ELEMENTWISE_PRIMITIVES = frozenset(_ELEMENTWISE_TEXT.split()) | SCATTER_PRIMITIV
 #: Between devices, whose pieces of an axis may come in any order.
 COLLECTIVE_PRIMITIVES = frozenset(_COLLECTIVES_TEXT.split())
 #: Primitives that only move numbers.
-MOVE_PRIMITIVES = SAME_AXES_PRIMITIVES | frozenset(_MOVES_TEXT.split())
+MOVE_PRIMITIVES = SAME_AXES_PRIMITIVES | {"reshape", *AXIS_PAIRS}
 
 
 def _reshape_axes(

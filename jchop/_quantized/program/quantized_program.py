@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jchop._common.checks import check_choice
-from jchop._common.paths import common_path_pattern, names_last_part, nearest_paths_hint, path_pattern
+from jchop._common.paths import common_path_pattern, names_last_part, path_pattern
 from jchop._program.step import ProgramPlan
 from jchop._quantized.products.codes import block_along_sum
 from jchop._quantized.products.contraction import ProductRoundings, check_operand_specs
@@ -26,9 +26,10 @@ from jchop._quantized.products.rule import (
     ScaleFrom,
     multiplies_codes,
     param_rule_index,
+    refuse_idle_rules,
     rule_index,
 )
-from jchop._quantized.products.scale_from import LSQ
+from jchop._quantized.products.scales import STATE_KINDS
 from jchop._quantized.program import report
 from jchop._quantized.program.adapters import lora_layouts
 from jchop._quantized.program.call import CallArguments, LazyParam
@@ -41,7 +42,7 @@ from jchop._quantized.program.param_uses import (
 )
 from jchop._quantized.program.provenance import MatrixLayout, MatrixView
 from jchop._quantized.program.runner import QuantizedRunner
-from jchop._quantized.program.scale_slots import HISTORY, SCALE, ScaleSlot, scale_slots_of
+from jchop._quantized.program.scale_slots import ScaleSlot, scale_slots_of
 from jchop._quantized.program.weight_layout import (
     WeightLayout,
     blocks_fit_axes,
@@ -146,8 +147,7 @@ class QuantizedProgram:
         for leaf, (placement, use) in self.placements.items():
             source = self.rule_of(leaf).scale_from
             if source is not None and "weight" in source.fields and use.kind != "sum":
-                kind = SCALE if isinstance(source, LSQ) else HISTORY
-                name = f"{self.paths[leaf] or 'params'}_weight_{kind}"
+                name = f"{self.paths[leaf] or 'params'}_weight_{STATE_KINDS[type(source)]}"
                 count = names[name] = names.get(name, -1) + 1  # {"a": {"b": w}, "a/b": v} has one path twice
                 states[leaf] = f"{name}_{count}" if count else name, placement, source
         return states
@@ -424,12 +424,8 @@ def _check_rules_match(program: QuantizedProgram, elsewhere: Collection[int]) ->
     numbers_in_use = {*elsewhere, *(number for number in program.rule_indexes if number is not None)}
     numbers_in_use |= {rules.index(rule) for _, rule in products if rule is not None}
     idle = [rule for number, rule in enumerate(rules) if number not in numbers_in_use]
-    if idle:
-        scopes = sorted({step.scope for step, _ in products if step.scope})
-        raise ValueError(
-            f"{', '.join(map(str, idle))} matches no parameter and no product, or only such as an earlier rule "
-            f"matches{nearest_paths_hint([rule.path for rule in idle], [*paths, *scopes])}"
-        )
+    scopes = sorted({step.scope for step, _ in products if step.scope})
+    refuse_idle_rules(idle, "parameter and no product", [*paths, *scopes])
     for leaf, number in enumerate(program.rule_indexes):
         if number is None:
             continue

@@ -20,10 +20,10 @@ from jchop._program.control import Interpret, ScanOrder, ScanTurn, WhileParts, r
 from jchop._program.run import Runner, interpret
 from jchop._program.step import CUSTOM_CALLS, HIGH_CALLS, PLAIN_CALLS, ProgramPlan
 from jchop._quantized.products.codes import CodedArray, block_along_sum
-from jchop._quantized.products.contraction import ProductRoundings, contract
+from jchop._quantized.products.contraction import OperandForms, ProductRoundings, contract
 from jchop._quantized.products.product import DotProduct, OperandSwap
-from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage
-from jchop._quantized.products.scales import round_in_range, round_lsq_operand, update_history, update_range
+from jchop._quantized.products.scale_from import LSQ
+from jchop._quantized.products.scales import round_under_state
 from jchop._quantized.program.adapters import add_lora_delta, reorder_rows
 from jchop._quantized.program.call import Keys, LazyParam, RoundedAndFull, is_packed_param, rounded_value
 from jchop._quantized.program.param_uses import ProductStep
@@ -162,7 +162,7 @@ class QuantizedRunner(Runner):
         extra = tuple(map(rounded_value, args[2:]))
         x, roundings, key = self.operand(step, rounded_value(x), roundings, key)
         if weight < 0:  # both operands are data
-            return contract(product, x, rounded_value(w), roundings, key, extra=extra)
+            return contract(product, x, rounded_value(w), roundings, OperandForms(key, extra=extra))
         full = w.full if isinstance(w, RoundedAndFull) else w
         codes = w.codes if isinstance(w, RoundedAndFull) and roundings.codes else None
         if roundings.codes and roundings.right is not None and codes is None:  # an error, when all of them are known
@@ -174,7 +174,7 @@ class QuantizedRunner(Runner):
             group = block_along_sum(roundings.right, product.forward.right.ndim)
             block = group and math.gcd(group, *(use.block_of(group) for use in step.uses[weight]))
             codes = replace(codes, block=block)
-        return contract(product, x, full, roundings, key, rounded=rounded_value(w), codes=codes, extra=extra)
+        return contract(product, x, full, roundings, OperandForms(key, rounded_value(w), codes, extra=extra))
 
 
 class _InlineRunner(Runner):
@@ -299,17 +299,10 @@ class ScaleStateRunner(QuantizedRunner):
         entry = self.entries.get(slot.name)
         if entry is None or entry.shape != (shape := slot.shape[len(slot.stack) :]):
             raise ValueError(_entry_error(slot, entry, shape if entry is not None else ()))
-        source = slot.source
-        if isinstance(source, LSQ):
-            return round_lsq_operand(source, None, x, slot.spec, entry, key)
-        span = after = entry
-        if isinstance(source, MovingAverage):
-            span = after = update_range(source, entry, x, self.mode == "fixed")
-        elif isinstance(source, DelayedScaling):
-            span, after = update_history(source, entry, x)
+        y, after = round_under_state(slot.source, entry, x, slot.spec, key, self.mode == "fixed")
         if slot.follows and self.mode == "update":
             self.updates[slot.name] = self.entries[slot.name] = after.astype(entry.dtype)
-        return round_in_range(x, slot.spec, span, key)
+        return y
 
     # -- programs within -----------------------------------------------------------------------------------------------
 

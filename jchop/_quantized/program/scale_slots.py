@@ -19,19 +19,26 @@ from jchop._program.step import CUSTOM_CALLS, ProgramPlan
 from jchop._quantized.products.contraction import ProductRoundings
 from jchop._quantized.products.rule import ScaleFrom
 from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage, has_tensor_scale
-from jchop._quantized.products.scales import RangeObserver, check_calibration_data, initial_scale, range_observer_for
+from jchop._quantized.products.scales import (
+    RANGE,
+    SCALE,
+    STATE_KINDS,
+    RangeObserver,
+    check_calibration_data,
+    initial_scale,
+    range_observer_for,
+    state_shape,
+)
 from jchop._quantized.program.param_uses import ProductStep
 from jchop._spec.spec import Gradient, Spec
 
-#: The kinds of state, which end the names of entries.
-RANGE, HISTORY, SCALE = "range", "history", "scale"
-_STATE_KINDS: Mapping[type, str] = {MovingAverage: RANGE, DelayedScaling: HISTORY, LSQ: SCALE}
-_ENTRY_NAME = re.compile(rf"(.*)_(activation|weight)_({RANGE}|{HISTORY}|{SCALE})(_[0-9]+)?")
+#: The names of entries, which end with the kinds of state.
+_ENTRY_NAME = re.compile(rf"(.*)_(activation|weight)_({'|'.join(STATE_KINDS.values())})(_[0-9]+)?")
 
 
 def state_kind(name: str) -> str:
     """The kind of state of an entry."""
-    return next(kind for kind in (RANGE, HISTORY, SCALE) if re.search(rf"_{kind}(_[0-9]+)?$", name))
+    return next(kind for kind in STATE_KINDS.values() if re.search(rf"_{kind}(_[0-9]+)?$", name))
 
 
 class Scales(NamedTuple):
@@ -103,14 +110,12 @@ class ScaleSlot:
     @property
     def kind(self) -> str:
         """The kind of its entry."""
-        return RANGE if self.source is None else _STATE_KINDS[type(self.source)]
+        return RANGE if self.source is None else STATE_KINDS[type(self.source)]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of its entry."""
-        if self.kind == RANGE:
-            return (*self.stack, 2)
-        return (*self.stack, self.source.length) if isinstance(self.source, DelayedScaling) else self.stack
+        return (*self.stack, *state_shape(self.source))
 
     @property
     def follows(self) -> bool:
@@ -150,7 +155,7 @@ def scale_slots_of(
         if source is None and not once:
             continue
         leaf: int = step.uses[weight][0].leaf
-        name = f"{paths[leaf] or 'params'}_activation_{RANGE if source is None else _STATE_KINDS[type(source)]}"
+        name = f"{paths[leaf] or 'params'}_activation_{RANGE if source is None else STATE_KINDS[type(source)]}"
         enclosure = _enclosure_text(around)
         if enclosure and source is None:
             continue
@@ -211,7 +216,7 @@ def _may_have_entry(name: str, rules: Mapping[str, Any]) -> bool:
     source = rule.scale_from if rule.scale_from is not None and match[2] in rule.scale_from.fields else None
     if source is None:
         return match[2] == "activation" and match[3] == RANGE
-    return match[3] == _STATE_KINDS[type(source)]
+    return match[3] == STATE_KINDS[type(source)]
 
 
 _WHILE_LOOP = "a while loop"

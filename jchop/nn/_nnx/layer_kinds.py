@@ -14,8 +14,9 @@ from flax.nnx.nn import dtypes
 from jax import Array, lax
 
 from jchop._quantized.products.codes import restore_param_axes
-from jchop._quantized.products.contraction import ProductRoundings, einsum_letters
+from jchop._quantized.products.contraction import ProductRoundings, einsum_dimensions
 from jchop._quantized.products.operand_layout import OperandLayout, check_finite, check_layout_axes, norm_scale_spec
+from jchop._quantized.products.product import DotProduct
 from jchop._quantized.products.rule import (
     Location,
     Rule,
@@ -100,11 +101,8 @@ def _nnx_einsum_layout(layer: nnx.Einsum) -> OperandLayout:
     """Indices of a batch come first, then others that stay, then those that are summed over."""
     first_term = layer.einsum_str.partition(",")[0]
     ndims = len(first_term.replace("...", "")), len(layer.kernel_shape)
-    left, right, result = einsum_letters(layer.einsum_str, *ndims)
-    both = [letter for letter in left if letter in right]
-    free = [*(letter for letter in both if letter in result), *(letter for letter in right if letter not in both)]
-    contraction = (letter for letter in both if letter not in result)
-    return OperandLayout(tuple(map(right.index, free)), tuple(map(right.index, contraction)))
+    (contracting, batch), *_ = einsum_dimensions(layer.einsum_str, *ndims)
+    return DotProduct(contracting, batch, ndims).forward.right
 
 
 def _nnx_conv_transpose_layout(layer: nnx.ConvTranspose) -> OperandLayout:
@@ -298,11 +296,10 @@ def operand_scale_sources(
             return old
         if spec is None or field not in how.fields:
             return None
-        if isinstance(how, LSQ) and field == "weight":
-            return rounding_modules.LearnedStep(
-                how, stack, layout, map_over_stack(stack_ndim, lambda v: fit_scale(layout.lay(v), spec)[0], kernel)
-            )
-        return rounding_modules.SCALE_SOURCES[type(how)](how, stack)
+        if not isinstance(how, LSQ) or field != "weight":
+            return rounding_modules.ScaleSource(how, stack)
+        scale = map_over_stack(stack_ndim, lambda v: fit_scale(layout.lay(v), spec)[0], kernel)
+        return rounding_modules.ScaleSource(how, stack, layout, scale)
 
     return source("left", "activation", rule.activation), source("right", "weight", rule.weight)
 

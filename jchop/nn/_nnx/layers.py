@@ -11,13 +11,13 @@ from flax import nnx
 from jax import Array
 
 from jchop._common.checks import check_instance
-from jchop._common.paths import nearest_paths_hint
 from jchop._quantized.products.rule import (
     ROUNDING_FIELDS,
     Rule,
     exclusion_advice,
     module_rule_indexes,
     param_rule_index,
+    refuse_idle_rules,
 )
 from jchop.nn._nnx.layer_kinds import NNX_KINDS, NnxKind, PackedVariables, attach, attach_emulation
 from jchop.nn._nnx.nodes import ModuleEntry, QuantizedParam, module_entries
@@ -25,7 +25,7 @@ from jchop.nn._nnx.rounding_modules import (
     RoundedProduct,
     RoundedPromotion,
     RoundingModule,
-    ScaleSource,
+    ScaleState,
     rounding_module_in,
 )
 from jchop.nn._shared import cache, program_classes
@@ -146,7 +146,7 @@ def layer_entries(model: nnx.Module) -> Iterator[tuple[ModuleEntry, NnxKind | No
     for entry in module_entries(model):
         cls = program_classes.plain_class(type(entry.module))
         cls = FLAX_CLASSES.get(cls, cls)
-        if isinstance(entry.module, RoundingModule | ScaleSource):
+        if isinstance(entry.module, RoundingModule | ScaleState):
             continue
         kind, names = NNX_KINDS.get(cls), entry_parameters(entry).keys()
         is_plain = kind is not None and names <= kind.parameters.keys()
@@ -325,14 +325,15 @@ def strip_rounding(layer: Any, kind: NnxKind) -> Any:
 
 def _check_nnx_rules_have_effect(rules: Sequence[Rule], layer_rules: Sequence[NnxLayerRule]) -> None:
     """Refuse rules that match no layer, and fields without effect on any layer that they match."""
+    in_use = {number for one in layer_rules for number in one.numbers}
+    idle_rules = [rule for number, rule in enumerate(rules) if number not in in_use]
+    paths, advice = (
+        [path for one in layer_rules for path in one.entry.paths],
+        ". jchop.nn.report(model) lists the layers",
+    )
+    refuse_idle_rules(idle_rules, "layer with parameters", paths, advice)
     for number, rule in enumerate(rules):
         matches = [one for one in layer_rules if number in one.numbers]
-        if not matches:
-            paths = [path for one in layer_rules for path in one.entry.paths]
-            raise ValueError(
-                f"{rule} matches no layer with parameters, or only layers that an earlier rule matches"
-                f"{nearest_paths_hint([rule.path], paths)}. jchop.nn.report(model) lists the layers"
-            )
         rule_fields = [
             (one.effective_rule, one.kind.fields(one.entry.module)) for one in matches if one.kind is not None
         ]

@@ -100,7 +100,7 @@ class AdaptableProgram(AdaptableModel):
 
     def programs(self, inputs: ExampleInputs) -> Iterable[tuple[Any, CallArguments]]:
         """As of `AdaptableModel`."""
-        return programs.trace_nnx_programs(self.model, inputs)
+        return programs.nnx_methods(self.model, programs.program_rules(self.model)).traced(inputs)
 
     @cached_property
     def targets(self) -> AdapterTargets:

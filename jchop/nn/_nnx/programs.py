@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial, wraps
 from typing import Any, TypeVar
@@ -17,8 +17,7 @@ from jax import Array
 from jchop._common.checks import check
 from jchop._quantized.products.rule import Rule
 from jchop._quantized.program.adapters import AdaptedParam, LoraAdapter
-from jchop._quantized.program.call import is_packed_param, map_batches
-from jchop._quantized.program.report import ProgramReport
+from jchop._quantized.program.call import is_packed_param
 from jchop._quantized.program.scale_slots import ScaleCalibration, Scales
 from jchop._quantized.quantize_fn import QuantizedFunction, check_rule_fields
 from jchop.nn._nnx.layer_kinds import fork_rounding_stream
@@ -32,18 +31,7 @@ from jchop.nn._nnx.nodes import (
     unpacked_nnx_variable,
 )
 from jchop.nn._nnx.rounding_modules import ProgramScales
-from jchop.nn._shared.program_classes import (
-    INPUTS_ADVICE,
-    ExampleInputs,
-    ModelCall,
-    ProgramPart,
-    RoundingData,
-    class_body,
-    method_inputs,
-    method_of,
-    plain_class,
-    round_methods,
-)
+from jchop.nn._shared.program_classes import Examples, MethodFunctions, ProgramPart, class_body, method_of, plain_class
 
 T = TypeVar("T")
 
@@ -56,23 +44,14 @@ _STREAM_ATTRIBUTE, _SCALES_ATTRIBUTE = "quantization_stream", "quantization_scal
 _ADAPTERS_ATTRIBUTE = "quantization_adapters"
 
 
-def quantize_program(
-    model: Any,
-    rules: Sequence[Rule],
-    mode: str,
-    inputs: ExampleInputs | None,
-    rngs: nnx.Rngs | None,
-    call: ModelCall | None = None,
-    batches: Iterable[Any] | None = None,
-    steps: Any = None,
-) -> Any:
+def quantize_program(model: Any, rules: Sequence[Rule], mode: str, rngs: nnx.Rngs | None, examples: Examples) -> Any:
     """Give a model the class whose methods run under rules, in place; pack its parameters unless ``mode="qat"``.
 
     Returns:
-        The report of rounding with `batches`; None without them.
+        The report of rounding with batches; None without them.
 
     Raises:
-        ValueError: as `jchop.quantize_fn`; for packing without `inputs` and `batches`.
+        ValueError: as `jchop.quantize_fn`; for packing without examples.
     """
     is_packed = is_nnx_program(model) and any(isinstance(node, QuantizedParam) for _, node in nnx.iter_graph(model))
     check(not is_packed, "model is packed already; quantize the model that it was made from")
@@ -82,28 +61,14 @@ def quantize_program(
     scales = program_scales.scales if program_scales is not None and has_same_rules else Scales({}, {})
     if is_nnx_program(model):
         _strip_program(model)
-    keeping = next((rule for rule in rules if rule.scale_from is not None), None)
-    if keeping is not None and inputs is None and batches is None:
-        raise ValueError(
-            f"inputs=None: pass inputs=(x,), example arguments of the model's call; {keeping} keeps scales, "
-            "whose places the program says"
-        )
-    if mode != "qat" and inputs is None and batches is None:
-        raise ValueError(f"{INPUTS_ADVICE}; a program that is packed has to be traced")
+    examples.check(rules, mode)
     report = None
-    if inputs is not None or batches is not None:
-        drawn = [rule for rule in rules if rule.stochastic and (batches is not None or _draws_for_params(rule))]
+    if examples.given:
+        drawn = [
+            rule for rule in rules if rule.stochastic and (examples.batches is not None or _draws_for_params(rule))
+        ]
         key = fork_rounding_stream(drawn[0], rngs, "the model")() if mode != "qat" and drawn else None
-        graph, params, rest = _split_program_state(model)
-        functions = _nnx_method_functions(model, graph, rules, inputs, call).values()
-        calls = [(function, (rest, args)) for function, args in functions]
-        data = None
-        if batches is not None:
-            method = method_of(type(model), "__call__" if call is None else call)
-            function = _nnx_method_function(model, graph, method, ProgramPart(tuple(rules)))
-            arguments = lambda args: (rest, _ArgumentArrays.of(args, {})[0])  # noqa: E731
-            data = RoundingData(function, map_batches(batches, arguments), steps)
-        params, scales, report = round_methods(params, calls, mode, scales, key, data)
+        params, scales, report = nnx_methods(model, rules).round(mode, scales, key, examples)
         if mode != "qat":
             _put_params(model, params)
     _attach_program_rules(model, tuple(rules), rngs, scales)
@@ -182,17 +147,6 @@ def calibrate_program(model: Any, method: str, combine: str) -> Callable[[], Non
                 setattr(module, _PART_ATTRIBUTE, nnx.static(replace(_nnx_program_part(module), keeps=True)))
 
     return end
-
-
-def report_program(
-    model: Any, rules: Sequence[Rule], inputs: ExampleInputs, platform: str | None = None
-) -> dict[str, ProgramReport]:
-    """The report of each method."""
-    graph, params, rest = _split_program_state(model)
-    functions = _nnx_method_functions(model, graph, rules, inputs)
-    return {
-        name: function.report(params, rest, args, platform=platform) for name, (function, args) in functions.items()
-    }
 
 
 def is_nnx_program(model: Any) -> bool:
@@ -285,15 +239,15 @@ def _split_program_state(model: Any) -> tuple[Any, Any, Any]:
     return graph, params, (rest, scales, adapters)
 
 
-def _nnx_method_functions(
-    model: Any, graph: Any, rules: Sequence[Rule], inputs: ExampleInputs | None, call: ModelCall | None = None
-) -> dict[Any, tuple[QuantizedFunction, _ArgumentArrays]]:
-    """The methods that have example arguments, or `call`, as functions, with these."""
-    cls, part = plain_class(type(model)), ProgramPart(tuple(rules))
-    return {
-        name: (_nnx_method_function(model, graph, method_of(cls, name), part), _ArgumentArrays.of(*arguments)[0])
-        for name, arguments in method_inputs(inputs, cls, call).items()
-    }
+def nnx_methods(model: Any, rules: Sequence[Rule]) -> MethodFunctions:
+    """The methods of a model under rules, as functions of parameters, other state and arguments."""
+    (graph, params, rest), cls, part = _split_program_state(model), plain_class(type(model)), ProgramPart(tuple(rules))
+    return MethodFunctions(
+        params,
+        cls,
+        lambda name: _nnx_method_function(model, graph, method_of(cls, name), part),
+        lambda args, kwargs: (rest, _ArgumentArrays.of(args, kwargs)[0]),
+    )
 
 
 def _nnx_method_function(model: Any, graph: Any, method: Callable[..., Any], part: ProgramPart) -> QuantizedFunction:
@@ -521,13 +475,6 @@ def set_program_params(model: Any, params: Any, rules: tuple[Rule, ...], rngs: n
     _put_params(model, params)
 
 
-def trace_nnx_programs(model: Any, inputs: ExampleInputs) -> list[tuple[Any, Any]]:
-    """The programs of methods of a model, each with its call."""
-    graph, params, rest = _split_program_state(model)
-    functions = _nnx_method_functions(model, graph, program_rules(model), inputs).values()
-    return [function.traced(params, rest, args) for function, args in functions]
-
-
 def trace_nnx_part(module: Any, *args: Any) -> tuple[Any, Any]:
     """The program of the call of a module of a model, under the model's rules, with that call."""
     graph, params, rest = _split_program_state(module)
@@ -539,8 +486,3 @@ def trace_nnx_part(module: Any, *args: Any) -> tuple[Any, Any]:
 def program_rules(model: Any) -> tuple[Rule, ...]:
     """The rules of a program; of a plain model, none."""
     return _nnx_program_part(model).rules if is_nnx_program(model) else ()
-
-
-def has_adapters(model: Any) -> bool:
-    """Whether a parameter of a program has an adapter."""
-    return any(isinstance(node, ParamAdapter) for _, node in nnx.iter_graph(model))

@@ -23,19 +23,28 @@ from jax import Array
 from jchop._common.settings import split_prng_key
 from jchop._emulate.emulate import emulate
 from jchop._quantized.products.codes import param_codes
-from jchop._quantized.products.contraction import ProductRoundings, rounded_conv, rounded_dot_general, rounded_einsum
+from jchop._quantized.products.contraction import (
+    OperandForms,
+    ProductRoundings,
+    rounded_conv,
+    rounded_dot_general,
+    rounded_einsum,
+)
 from jchop._quantized.products.operand_layout import OperandLayout, check_layout_axes, round_in_layout
 from jchop._quantized.products.rule import Location, is_stochastic
-from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage
+from jchop._quantized.products.scale_from import ScaleFrom
 from jchop._quantized.products.scales import (
+    HISTORY,
+    RANGE,
+    SCALE,
+    STATE_KINDS,
     initial_scale,
     round_in_range,
     round_in_range_with_codes,
-    round_lsq_operand,
-    update_history,
-    update_range,
+    round_under_state,
+    state_shape,
 )
-from jchop._quantized.program.scale_slots import HISTORY, RANGE, Scales, state_kind
+from jchop._quantized.program.scale_slots import Scales, state_kind
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec
 from jchop._storage import QArray, dequantize
@@ -93,29 +102,16 @@ class LearnedScale(nnx.Param):
     """
 
 
-class ScaleSource(nnx.Module):
-    """Rounds one operand under scales of its own; `start` begins with the range that `calibrate` found."""
-
-    how: Any  # the value of the rule that it was made for
-
-    def state(self) -> tuple[nnx.Variable | None, tuple[int, ...]]:
-        """Its variable, and the required shape; None if it is checked elsewhere."""
-        raise NotImplementedError
-
-    def start(self, span: Array, spec: Spec) -> None:
-        """Set the state from the least and the largest number of an array."""
-        raise NotImplementedError
-
-    def __call__(self, x: Array, spec: Spec, key: Array | None) -> Array:
-        """`x` rounded under the scale of the state, which follows `x` in training."""
-        raise NotImplementedError
+#: The variable of each kind of state.
+_STATE_VARIABLES: Mapping[str, type[nnx.Variable]] = MappingProxyType(
+    {RANGE: ActivationRange, HISTORY: AmaxHistory, SCALE: LearnedScale}
+)
 
 
-class _RunningState(ScaleSource):
-    """State that follows the data in training mode, and stays in evaluation mode."""
+class ScaleState(nnx.Module):
+    """Scales that follow the data in training mode, and stay in evaluation mode."""
 
-    def __init__(self) -> None:
-        self.use_running_average = False
+    use_running_average = False
 
     def set_view(self, use_running_average: bool | None = None) -> None:
         """The hook of `flax.nnx.view`."""
@@ -123,7 +119,7 @@ class _RunningState(ScaleSource):
             self.use_running_average = use_running_average
 
 
-class ProgramScales(_RunningState):
+class ProgramScales(ScaleState):
     """The kept scales of a model whose program is quantized.
 
     Args:
@@ -133,10 +129,9 @@ class ProgramScales(_RunningState):
     observer: Any = None  # what `calibrate` has seen, while it runs the model
 
     def __init__(self, scales: Scales) -> None:
-        super().__init__()
-        self.learned: dict[str, LearnedScale] = nnx.data({name: LearnedScale(v) for name, v in scales.learned.items()})
-        self.stats: dict[str, nnx.Variable] = nnx.data(
-            {name: _STATISTIC_VARIABLES[state_kind(name)](v) for name, v in scales.stats.items()}
+        self.use_running_average = False
+        self.learned, self.stats = (
+            nnx.data({name: _STATE_VARIABLES[state_kind(name)](v) for name, v in entries.items()}) for entries in scales
         )
 
     @property
@@ -152,91 +147,49 @@ class ProgramScales(_RunningState):
             self.stats[name][...] = value
 
 
-class MovingRange(_RunningState):
-    """A range that moves with those of the arrays; NaN before the first."""
-
-    def __init__(self, how: MovingAverage, stack: tuple[int, ...]) -> None:
-        super().__init__()
-        self.how = how
-        self.range = ActivationRange(jnp.full((*stack, 2), jnp.nan))
-
-    def state(self) -> tuple[nnx.Variable | None, tuple[int, ...]]:
-        """The variable, if the layer has one, and the shape of its array."""
-        return self.range, (2,)
-
-    def start(self, span: Array, spec: Spec) -> None:
-        """Set the state from the least and the largest number of an array."""
-        self.range[...] = span.astype(jnp.float32)
-
-    def __call__(self, x: Array, spec: Spec, key: Array | None) -> Array:
-        """`x` rounded under the scale of the state, which follows `x` in training."""
-        span = update_range(self.how, self.range[...], x, self.use_running_average)
-        if not self.use_running_average:
-            self.range[...] = span
-        return round_in_range(x, spec, span, key)
-
-
-class PastMagnitudes(_RunningState):
-    """The largest magnitudes of earlier steps."""
-
-    def __init__(self, how: DelayedScaling, stack: tuple[int, ...]) -> None:
-        super().__init__()
-        self.how = how
-        self.history = AmaxHistory(jnp.zeros((*stack, how.length)))
-
-    def state(self) -> tuple[nnx.Variable | None, tuple[int, ...]]:
-        """The variable, if the layer has one, and the shape of its array."""
-        return self.history, (self.how.length,)
-
-    def __call__(self, x: Array, spec: Spec, key: Array | None) -> Array:
-        """`x` rounded under the scale of the state, which follows `x` in training."""
-        span, history = update_history(self.how, self.history[...], x)
-        if not self.use_running_average:
-            self.history[...] = history
-        return round_in_range(x, spec, span, key)
-
-
-class LearnedStep(ScaleSource):
-    """A scale that is a parameter.
+class ScaleSource(ScaleState):
+    """Rounds one operand under scales of its own. Its attribute `range`, `history` or `scale` has their state.
 
     Args:
-        how: with the factor of its gradient or without.
+        how: the source of the scales, a value of the rule.
         stack: how many layers it is of, as axes in front.
-        layout: of a kernel; None of an activation, which has one scale, and none before `start`.
-        scale: of a kernel.
+        layout: of a kernel under learned scales; None of an activation, which has one scale, and none before `start`.
+        scale: of a kernel under learned scales.
     """
 
     def __init__(
-        self, how: LSQ, stack: tuple[int, ...], layout: OperandLayout | None = None, scale: Array | None = None
+        self, how: ScaleFrom, stack: tuple[int, ...], layout: OperandLayout | None = None, scale: Array | None = None
     ) -> None:
-        self.how, self.layout = how, layout
-        self.scale: LearnedScale | None = nnx.data(None if scale is None else LearnedScale(scale))
+        self.use_running_average = False
+        self.how, self.layout, self.kind = how, layout, STATE_KINDS[type(how)]
+        if self.kind != SCALE:
+            scale = jnp.full((*stack, *state_shape(how)), jnp.nan if self.kind == RANGE else 0.0)
+        self._set(scale)
 
-    def state(self) -> tuple[nnx.Variable | None, tuple[int, ...]]:
-        """The variable, if the layer has one, and the shape of its array."""
-        return (self.scale if self.layout is None else None), ()  # those of a kernel are for `quantize` to see
+    def _set(self, value: Array | None) -> None:
+        setattr(self, self.kind, nnx.data(None if value is None else _STATE_VARIABLES[self.kind](value)))
+
+    @property
+    def variable(self) -> nnx.Variable | None:
+        """The state; None before the first learned scale."""
+        return getattr(self, self.kind)
 
     def start(self, span: Array, spec: Spec) -> None:
-        """Set the state from the least and the largest number of an array."""
-        self.scale = nnx.data(LearnedScale(initial_scale(span, spec)))
+        """Begin with the least and the largest number of an array, as `calibrate` found them."""
+        self._set(initial_scale(span, spec) if self.kind == SCALE else span.astype(jnp.float32))
 
     def __call__(self, x: Array, spec: Spec, key: Array | None) -> Array:
         """`x` rounded under the scale of the state, which follows `x` in training."""
-        if self.scale is None:
+        variable, stays = self.variable, self.use_running_average
+        if variable is None:
             raise ValueError(
                 f"activation={str(spec)!r} with scale_from={self.how!r} has no scale yet: run jchop.nn.calibrate, "
                 "which gives it the one to start from"
             )
-        return round_lsq_operand(self.how, self.layout, x, spec, self.scale[...], key)
-
-
-_STATISTIC_VARIABLES: Mapping[str, type[nnx.Variable]] = MappingProxyType(
-    {RANGE: ActivationRange, HISTORY: AmaxHistory}
-)
-#: The module of one operand for each source of scales.
-SCALE_SOURCES: Mapping[type, Callable[[Any, tuple[int, ...]], ScaleSource]] = MappingProxyType(
-    {MovingAverage: MovingRange, DelayedScaling: PastMagnitudes, LSQ: LearnedStep}
-)
+        y, after = round_under_state(self.how, variable[...], x, spec, key, stays, self.layout)
+        if not stays and self.kind != SCALE:
+            variable[...] = after
+        return y
 
 
 # -- modules in layers -------------------------------------------------------------------------------------------------
@@ -391,10 +344,10 @@ class RoundedProduct(RoundingModule):
         """The operands, rounded if their scales have a source, and the arguments of the product."""
         self._check_state()
         key, how = self.key(), self.how
-        code_arguments: dict[str, Any] = {}
+        codes = left_codes = rounded = None
         if isinstance(w, PackedOperand):
-            code_arguments["codes"] = param_codes(w.codes, w.form.layout, w.form.shape)
-            w = code_arguments["rounded"] = w.form.numbers(w.codes, w.dtype)
+            codes = param_codes(w.codes, w.form.layout, w.form.shape)
+            w = rounded = w.form.numbers(w.codes, w.dtype)
         if self.observe is not None:
             self.observe(x)
             how = replace(how, left=None)
@@ -402,7 +355,7 @@ class RoundedProduct(RoundingModule):
             assert how.left is not None
             operand_key, key = (None, None) if key is None else split_prng_key(key)
             if self.range is not None and how.codes:
-                x, code_arguments["left_codes"] = round_in_range_with_codes(x, how.left, self.range[...], operand_key)
+                x, left_codes = round_in_range_with_codes(x, how.left, self.range[...], operand_key)
             elif self.range is not None:
                 x = round_in_range(x, how.left, self.range[...], operand_key)
             elif self.left is not None:
@@ -412,11 +365,12 @@ class RoundedProduct(RoundingModule):
             assert how.right is not None
             operand_key, key = (None, None) if key is None else split_prng_key(key)
             w, how = self.right(w, how.right, operand_key), replace(how, right=None)
-        return x, w, {"how": how, "key": key, **code_arguments}
+        return x, w, {"how": how, "forms": OperandForms(key, rounded, codes, left_codes)}
 
     def _check_state(self) -> None:
         """Refuse state of another rule, for example from a checkpoint of another model."""
-        states = [(self.range, (2,))] + [source.state() for source in (self.left, self.right) if source is not None]
+        sources = [source for source in (self.left, self.right) if source is not None and source.layout is None]
+        states = [(self.range, (2,)), *((source.variable, state_shape(source.how)) for source in sources)]
         for variable, shape in states:
             if variable is not None and variable.shape != shape:
                 raise ValueError(
@@ -547,7 +501,8 @@ class RoundedAttention(RoundedProduct):
         if is_causal:
             causal = jnp.tril(jnp.ones((query.shape[-3], key.shape[-3]), bool))
             mask = causal if mask is None else mask.astype(bool) & causal
-        scores, sums = (partial(rounded_einsum, precision=precision, how=self.how, key=self.key()) for _ in range(2))
+        forms = OperandForms(self.key()), OperandForms(self.key())
+        scores, sums = (partial(rounded_einsum, precision=precision, how=self.how, forms=one) for one in forms)
         sower = None if module is None else SimpleNamespace(sow=lambda _, *named: module.sow(nnx.Intermediate, *named))
         # Linen's function is that of NNX, with an einsum as an argument.
         weights = dot_product_attention_weights(query, key, bias, mask, module=sower, einsum=scores, **kwargs)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -21,7 +21,8 @@ from jax import Array
 
 from jchop._common.checks import check, check_choice, check_float, check_int, short_repr
 from jchop._common.files import atomic_file, exclusive_folder, json_object, open_regular_file, short_text
-from jchop._common.paths import check_path_pattern, nearest_paths_hint
+from jchop._common.paths import check_path_pattern
+from jchop._quantized.products.rule import rule_of_entry
 from jchop._quantized.products.rule_sources import fields_of_qwix
 from jchop._storage import load, save
 
@@ -100,7 +101,8 @@ def as_lora_rules(rules: LoraRuleLike) -> tuple[LoraRule, ...]:
     """Rules in any form, checked."""
     items: Any = rules
     if isinstance(items, Mapping):
-        items = [_lora_rule_of_entry(pattern, value) for pattern, value in items.items()]
+        is_rule = lambda value: isinstance(value, LoraRule | Mapping)  # noqa: E731
+        items = [rule_of_entry(LoraRule, key, value) if is_rule(value) else value for key, value in items.items()]
     lora_rules = tuple(items) if isinstance(items, Iterable) else (items,)
     if not lora_rules or not all(isinstance(rule, LoraRule) for rule in lora_rules):
         raise TypeError(
@@ -108,23 +110,6 @@ def as_lora_rules(rules: LoraRuleLike) -> tuple[LoraRule, ...]:
             "jc.nn.LoraRule.from_qwix(rules) reads those of qwix"
         )
     return lora_rules
-
-
-def _lora_rule_of_entry(pattern: str, value: Any) -> Any:
-    """The rule of an entry of a mapping; see `as_lora_rules`."""
-    if not isinstance(value, LoraRule):
-        return LoraRule(pattern, **value) if isinstance(value, Mapping) else value
-    check(value.path in ("*", pattern), f"rules[{pattern!r}]={value!r} has another path; leave one of them out")
-    return replace(value, path=pattern)
-
-
-def check_lora_rules_match(rules: Sequence[LoraRule], used: Collection[int], paths: Sequence[str]) -> None:
-    """Refuse rules that no layer has taken."""
-    if idle := [rule for i, rule in enumerate(rules) if i not in used]:
-        hint = nearest_paths_hint([rule.path for rule in idle], paths)
-        raise ValueError(
-            f"{', '.join(map(str, idle))} matches no linear layer, or only such as an earlier rule matches{hint}"
-        )
 
 
 def initial_adapter(

@@ -16,7 +16,9 @@ from jax import Array
 
 from jchop._common.checks import check, check_choice, short_repr
 from jchop._quantized.products.rule import ROUNDING_FIELDS, Rule, as_rule_tuple
+from jchop._quantized.program.call import map_batches
 from jchop._quantized.program.quantized_program import check_weight_rules
+from jchop._quantized.program.report import ProgramReport
 from jchop._quantized.program.scale_slots import Scales, merge_scales, scales_after_packing
 from jchop._quantized.quantize_fn import QuantizedFunction
 
@@ -32,56 +34,86 @@ INPUTS_ADVICE = (
 )
 
 
-class RoundingData(NamedTuple):
-    """Data to round parameters with.
+class Examples(NamedTuple):
+    """Arguments that a model is quantized with; the fields are arguments of `jchop.nn.quantize`."""
 
-    Args:
-        function: the function that runs on the data.
-        batches: its arguments after the parameters.
-        steps: as of `jchop.QuantizedFunction.pack`.
-    """
+    inputs: ExampleInputs | None = None
+    call: ModelCall | None = None
+    batches: Iterable[Any] | None = None
+    steps: Any = None
 
-    function: QuantizedFunction
-    batches: Iterable[tuple[Any, ...]]
-    steps: Any
+    @property
+    def given(self) -> bool:
+        """Whether a program can be traced."""
+        return self.inputs is not None or self.batches is not None
+
+    def check(self, rules: Sequence[Rule], mode: str) -> None:
+        """Refuse a mode, or rules, that need a program which cannot be traced."""
+        if not self.given and (mode != "qat" or any(rule.scale_from is not None for rule in rules)):
+            raise ValueError(f"{INPUTS_ADVICE}; a program that is packed, or keeps scales, has to be traced")
 
 
-def round_methods(
-    params: Any,
-    calls: Sequence[tuple[QuantizedFunction, tuple[Any, ...]]],
-    mode: str,
-    old_scales: Scales,
-    key: Array | None,
-    data: RoundingData | None = None,
-) -> tuple[Any, Scales, Any]:
-    """The parameters of methods under rules, packed unless ``mode="qat"``, the scales that the rules keep, a report.
+class MethodFunctions(NamedTuple):
+    """The methods of a model under rules, as functions of its parameters.
 
     Args:
         params: the parameters.
-        calls: each method as a function, with example arguments after the parameters.
-        mode: as of `jchop.nn.quantize`.
-        old_scales: scales that are known already.
-        key: for parameters that are packed with a stochastic rounding.
-        data: rounds parameters, first. Default None.
-
-    Raises:
-        ValueError: as `jchop.quantize_fn`; so errors of rules come here, not in the first call.
+        cls: the plain class of the model.
+        function: the function of a method by its name, or of a function of the model.
+        operands: its operands after the parameters, of arguments by position and by name.
     """
-    report = None
-    if data is not None:
-        params, report = data.function.pack(params, batches=data.batches, steps=data.steps, key=key, return_report=True)
-    if not calls:
-        return params, old_scales, report
-    scales = Scales({}, {})
-    for function, args in calls:
-        scales = merge_scales(function.start(params, *args, from_data=False), scales)
-    check_weight_rules([function.resolved(params, *args) for function, args in calls])
-    scales = merge_scales(scales, old_scales)
-    if mode == "qat":
-        return params, scales, report
-    for function, args in calls:  # packed for the first method that rounds it
-        params = function.pack_more(params, *args, scales=scales, key=key)
-    return params, scales_after_packing(scales), report
+
+    params: Any
+    cls: type
+    function: Callable[[Any], QuantizedFunction]
+    operands: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, ...]]
+
+    def calls(
+        self, inputs: ExampleInputs | None, call: ModelCall | None = None
+    ) -> dict[Any, tuple[QuantizedFunction, tuple[Any, ...]]]:
+        """The methods that have example arguments, or `call`, as functions with operands."""
+        arguments = method_inputs(inputs, self.cls, call)
+        return {name: (self.function(name), self.operands(*own)) for name, own in arguments.items()}
+
+    def traced(self, inputs: ExampleInputs) -> list[tuple[Any, Any]]:
+        """The programs of methods, each with its call."""
+        return [function.traced(self.params, *operands) for function, operands in self.calls(inputs).values()]
+
+    def report(self, inputs: ExampleInputs, platform: str | None) -> dict[str, ProgramReport]:
+        """The report of each method."""
+        calls = self.calls(inputs).items()
+        return {name: function.report(self.params, *args, platform=platform) for name, (function, args) in calls}
+
+    def round(self, mode: str, old_scales: Scales, key: Array | None, examples: Examples) -> tuple[Any, Scales, Any]:
+        """The parameters, packed unless ``mode="qat"``, the scales that the rules keep, and a report.
+
+        Args:
+            mode: as of `jchop.nn.quantize`.
+            old_scales: scales that are known already.
+            key: for parameters that are packed with a stochastic rounding.
+            examples: its batches round parameters, first.
+
+        Raises:
+            ValueError: as `jchop.quantize_fn`; so errors of rules come here, not in the first call.
+        """
+        (inputs, call, batches, steps), params, report = examples, self.params, None
+        if batches is not None:
+            function = self.function("__call__" if call is None else call)
+            data = map_batches(batches, lambda args: self.operands(args, {}))
+            params, report = function.pack(params, batches=data, steps=steps, key=key, return_report=True)
+        calls = list(self.calls(inputs, call).values())
+        if not calls:
+            return params, old_scales, report
+        scales = Scales({}, {})
+        for function, args in calls:
+            scales = merge_scales(function.start(params, *args, from_data=False), scales)
+        check_weight_rules([function.resolved(params, *args) for function, args in calls])
+        scales = merge_scales(scales, old_scales)
+        if mode == "qat":
+            return params, scales, report
+        for function, args in calls:  # packed for the first method that rounds it
+            params = function.pack_more(params, *args, scales=scales, key=key)
+        return params, scales_after_packing(scales), report
 
 
 LayerMode = Literal["qat", "ptq", "weight_only", "emulate"]

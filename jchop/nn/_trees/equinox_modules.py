@@ -15,23 +15,19 @@ from jchop._common.checks import check, check_instance
 from jchop._common.on_demand import is_module_of
 from jchop._quantized.products.rule import Rule
 from jchop._quantized.products.scale_from import LSQ
-from jchop._quantized.program.call import is_param_leaf, map_batches
-from jchop._quantized.program.report import ProgramReport
+from jchop._quantized.program.call import is_param_leaf
 from jchop._quantized.program.scale_slots import Scales
 from jchop._quantized.quantize_fn import QuantizedFunction, check_rule_fields
 from jchop._round.arguments import check_key
 from jchop.nn._shared.program_classes import (
-    INPUTS_ADVICE,
-    ExampleInputs,
+    Examples,
     LayerMode,
+    MethodFunctions,
     ModelCall,
     ProgramPart,
-    RoundingData,
     check_layer_modes,
     class_body,
-    method_inputs,
     plain_class,
-    round_methods,
 )
 
 #: The fields that hold the rules of a module and its kept scales; the keyword argument of its methods that has a key.
@@ -50,21 +46,14 @@ def check_flax_or_equinox(name: str, model: Any, more: str = "") -> None:
 
 
 def quantize_equinox_module(
-    model: Any,
-    rules: Sequence[Rule],
-    mode: LayerMode,
-    inputs: ExampleInputs | None,
-    key: Array | None,
-    call: ModelCall | None = None,
-    batches: Iterable[Any] | None = None,
-    steps: Any = None,
+    model: Any, rules: Sequence[Rule], mode: LayerMode, key: Array | None, examples: Examples
 ) -> tuple[Any, Any]:
-    """A module of a class whose methods run under rules, and the report of rounding with `batches`, or None.
+    """A module of a class whose methods run under rules, and the report of rounding with batches, or None.
 
     Its parameters are packed unless ``mode="qat"``.
 
     Raises:
-        ValueError: as `jchop.quantize_fn`; for packing without `inputs` and `batches`.
+        ValueError: as `jchop.quantize_fn`; for packing without examples.
         NotImplementedError: for scales that follow the data of calls.
     """
     check_layer_modes(rules, mode, program=True)
@@ -80,38 +69,11 @@ def quantize_equinox_module(
     has_codes = any(is_param_leaf(leaf) for leaf in jax.tree.leaves(model, is_leaf=is_param_leaf))
     check(not has_codes, "model is packed already; quantize the module that it was made from")
     scales = equinox_scales(model) if equinox_rules(model) == tuple(rules) else Scales({}, {})
-    keeps = any(rule.scale_from is not None for rule in rules)
-    if inputs is None and batches is None and (mode != "qat" or keeps):
-        raise ValueError(f"{INPUTS_ADVICE}; a program that is packed, or keeps scales, has to be traced")
+    examples.check(rules, mode)
     plain, report = plain_module(model), None
-    if inputs is not None or batches is not None:
-        data = None
-        if batches is not None:
-            function = _equinox_method_function("__call__" if call is None else call, ProgramPart(tuple(rules)))
-            data = RoundingData(function, map_batches(batches, lambda args: (args, {})), steps)
-        calls = list(equinox_method_functions(model, rules, inputs, call).values())
-        plain, scales, report = round_methods(plain, calls, mode, scales, key, data)
+    if examples.given:
+        plain, scales, report = equinox_methods(model, rules).round(mode, scales, key, examples)
     return module_under_rules(plain, rules, scales), report
-
-
-def report_equinox_module(
-    model: Any, rules: Sequence[Rule], inputs: ExampleInputs | None, platform: str | None
-) -> dict[str, ProgramReport]:
-    """The report of each method.
-
-    Raises:
-        ValueError: without `inputs`.
-    """
-    if inputs is None:
-        raise ValueError(
-            "inputs=None: pass inputs=(x,), example arguments of the model's call; the report of a module of Equinox "
-            "is that of its program"
-        )
-    plain = plain_module(model)
-    return {
-        name: function.report(plain, *args, platform=platform)
-        for name, (function, args) in equinox_method_functions(model, rules, inputs).items()
-    }
 
 
 def calibrate_equinox_module(
@@ -126,15 +88,11 @@ def calibrate_equinox_module(
     return module_under_rules(plain, rules, scales)
 
 
-def equinox_method_functions(
-    model: Any, rules: Sequence[Rule], inputs: ExampleInputs | None, call: ModelCall | None = None
-) -> dict[Any, tuple[QuantizedFunction, tuple[Any, ...]]]:
-    """The methods that have example arguments, or `call`, as functions of a plain module, arguments and keywords."""
-    arguments = method_inputs(inputs, type(plain_module(model)), call)
-    return {
-        name: (_equinox_method_function(name, ProgramPart(tuple(rules))), call_arguments)
-        for name, call_arguments in arguments.items()
-    }
+def equinox_methods(model: Any, rules: Sequence[Rule]) -> MethodFunctions:
+    """The methods of a module under rules, as functions of a plain module, arguments and keywords."""
+    plain, part = plain_module(model), ProgramPart(tuple(rules))
+    function = lambda name: _equinox_method_function(name, part)  # noqa: E731
+    return MethodFunctions(plain, type(plain), function, lambda args, kwargs: (args, kwargs))
 
 
 # -- the class ---------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from jchop._quantized.quantize_fn import QuantizedFunction
 from jchop._storage._axis_groupings import map_over_stack
 from jchop.nn._shared.program_classes import ExampleInputs
 from jchop.nn._trees.equinox_modules import (
-    equinox_method_functions,
+    equinox_methods,
     equinox_rules,
     equinox_scales,
     module_under_rules,
@@ -117,8 +117,7 @@ class AdaptableEquinox(AdaptableModel):
 
     def programs(self, inputs: ExampleInputs) -> Iterable[tuple[Any, CallArguments]]:
         """As of `AdaptableModel`."""
-        functions = equinox_method_functions(self.model, equinox_rules(self.model), inputs).values()
-        return [function.traced(plain_module(self.model), *args) for function, args in functions]
+        return equinox_methods(self.model, equinox_rules(self.model)).traced(inputs)
 
     def put(self, leaves: Iterable[tuple[str, Any]], unpacked: Sequence[str] = ()) -> Any:
         """As of `AdaptableModel`; the module is one of Equinox alone if no rule has an effect."""

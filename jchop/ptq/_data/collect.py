@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,14 +13,15 @@ from jax import Array, lax
 
 from jchop._core.elementary import pairs
 from jchop._core.elementary.pairs import FloatPair
-from jchop._program.bind import bind
 from jchop._program.control import ScanOrder, ScanTurn, as_jax_value, without_weak_types
 from jchop._program.run import Runner, interpret
 from jchop._program.step import ProgramPlan
+from jchop._quantized.products.code_products import patch_rows
 from jchop._quantized.products.contraction import ProductRoundings
 from jchop._quantized.products.operand_layout import OperandLayout, rotate_along_sum, round_in_layout
 from jchop._quantized.products.product import ConvProduct, OperandSwap, RaggedProduct
 from jchop._quantized.products.rule import is_stochastic
+from jchop._quantized.program.runner import QuantizedRunner
 from jchop.ptq._data.sites import WeightSite, WeightSites, runs_step_by_step, scanned_leaves
 
 #: How many rows one matrix product sums over; sums of more are sums of pairs.
@@ -132,18 +132,6 @@ def _chunk_sums(operands: list[Array], count: Array) -> InputSums:
 _CHOICES = frozenset(("approx_top_k", "argmax", "argmin", "sort", "top_k"))
 
 
-class PlainRunner(Runner):
-    """A program as it is."""
-
-    def run(self, part: Any, seeds: Any, args: list[Any]) -> list[Any]:
-        """One equation."""
-        return bind(part.eqn.primitive, part.eqn.params, *args)
-
-    def control(self, step: Any, seeds: Any, args: list[Any]) -> list[Any]:
-        """One equation, whatever it holds."""
-        return bind(step.eqn.primitive, step.eqn.params, *args)
-
-
 class Lanes(tuple):
     """The values of one variable, in each trajectory."""
 
@@ -169,7 +157,7 @@ class Collector(Runner):
     roundings: dict[int, tuple[ProductRoundings, int]]
     sites: WeightSites
     leaves: frozenset[int]
-    _sums: dict[int, InputSums] = field(default_factory=dict)
+    _sums: dict[Any, InputSums] = field(default_factory=dict)
     _window: tuple[Any, int] | None = None
     _layer_window: tuple[Any, int] | None = None  # `_window`, which stays set within loops
     _in_window: Any = None  # whether the iteration that is traced is within the window
@@ -179,7 +167,7 @@ class Collector(Runner):
     def collect(
         self, plan: ProgramPlan, values: Sequence[Any], overrides: Sequence[Mapping[int, Any]], seeds: Any = None,
         window_start: Any = None, *, window_size: int | None = None,
-    ) -> dict[int, InputSums]:  # fmt: skip
+    ) -> dict[Any, InputSums]:  # fmt: skip
         """The sums of a program, by the index of the parameter.
 
         Args:
@@ -199,7 +187,7 @@ class Collector(Runner):
         finally:
             self._window = self._layer_window = None
 
-    def _collected(self, run: Callable[[], Any]) -> tuple[Any, dict[int, InputSums]]:
+    def _collected(self, run: Callable[[], Any]) -> tuple[Any, dict[Any, InputSums]]:
         """The results of a program within, and its sums."""
         outer_sums, self._sums = self._sums, {}
         try:
@@ -211,10 +199,10 @@ class Collector(Runner):
         """A result of a program."""
         return Lanes(map(as_jax_value, value if isinstance(value, Lanes) else (value,) * len(self.lanes)))
 
-    def _add_sums(self, leaf: int, sums: InputSums) -> None:
+    def _add_sums(self, leaf: Any, sums: InputSums) -> None:
         self._sums[leaf] = add_sums(self._sums[leaf], sums) if leaf in self._sums else sums
 
-    def _add_in_window(self, leaf: int, compute_sums: Callable[[], InputSums]) -> None:
+    def _add_in_window(self, leaf: Any, compute_sums: Callable[[], InputSums]) -> None:
         """Add sums; outside the window they are zeros, and not computed."""
         self._add_sums(leaf, compute_sums() if self._in_window is None else _sums_if(self._in_window, compute_sums))
 
@@ -292,7 +280,7 @@ class Collector(Runner):
             index = iteration.astype(jnp.int32)
             return _window_slot((order.length - 1 - index if order.reverse else index) - window[0], window[1])
 
-        def run_iteration(carry: Any, x: Any, iteration: Any) -> tuple[tuple[Any, Any], dict[int, InputSums]]:
+        def run_iteration(carry: Any, x: Any, iteration: Any) -> tuple[tuple[Any, Any], dict[Any, InputSums]]:
             outer_window = self._window, self._in_window
             if window is not None:
                 self._window, self._in_window = None, window_slot(iteration) < window[1]
@@ -380,12 +368,11 @@ class ErrorCollector(Collector):
     """
 
     def __init__(self, others: Mapping[int, Sequence[Any]]) -> None:
-        all_uses = [(leaf, use_index, use) for leaf, uses in others.items() for use_index, use in enumerate(uses)]
-        self.use_of_key = {-1 - i: (leaf, use_index) for i, (leaf, use_index, _) in enumerate(all_uses)}  # keys below 0
-        self._operands: dict[int, list[tuple[int, int]]] = {}
-        for key, (_, _, (step, operand, _)) in zip(self.use_of_key, all_uses, strict=True):
-            self._operands.setdefault(id(step), []).append((key, operand))
-        super().__init__([PlainRunner()] * 3, {}, WeightSites(), frozenset())
+        self._operands: dict[int, list[tuple[tuple[int, int], int]]] = {}  # with the number of its use
+        for leaf, uses in others.items():
+            for number, (step, operand, _) in enumerate(uses):
+                self._operands.setdefault(id(step), []).append(((leaf, number), operand))
+        super().__init__([QuantizedRunner({})] * 3, {}, WeightSites(), frozenset())
 
     def run(self, part: Any, seeds: Any, args: list[Any]) -> list[Any]:
         """One equation: in each lane if its operands depend on parameters alone, else in full precision only."""
@@ -455,8 +442,10 @@ def _round_input(layout: OperandLayout, x: Array, roundings: ProductRoundings) -
 def _input_rows(product: Any, site: WeightSite, x: Array, kernel: Sequence[int]) -> Array:
     """The input of a product as (batch, rows, summed): an axis of the batch that the weight has not is one of rows."""
     if isinstance(product, ConvProduct):
-        patches = _patches(product, x, kernel)
-        return patches.reshape(site.layout.matrices[0], -1, patches.shape[-1])  # 1: all groups have one matrix
+        image, places = x.transpose(product.numbers.lhs_spec), [kernel[axis] for axis in product.numbers.rhs_spec[2:]]
+        patches = product.geometry(image.shape[2:], places).patches(jnp.moveaxis(image, 1, -1), places)
+        rows = patch_rows(patches, product.feature_groups)
+        return rows.reshape(site.layout.matrices[0], -1, rows.shape[-1])  # 1: all groups have one matrix
     if isinstance(product, RaggedProduct):
         return x[None]
     layout = product.forward.left
@@ -464,26 +453,6 @@ def _input_rows(product: Any, site: WeightSite, x: Array, kernel: Sequence[int])
     batch_axes = [i for i in range(site.batch) if site.view.free[i]]
     order = [*batch_axes, *(i for i in range(matrices.ndim - 1) if i not in batch_axes), matrices.ndim - 1]
     return matrices.transpose(order).reshape(site.layout.matrices[0], -1, matrices.shape[-1])
-
-
-def _patches(conv: ConvProduct, x: Array, kernel: Sequence[int]) -> Array:
-    """The patches of images that a convolution multiplies, (groups, rows, summed), channels fastest.
-
-    Args:
-        conv: the convolution.
-        x: the images.
-        kernel: the shape of the kernel.
-    """
-    kernel_shape = [kernel[axis] for axis in conv.numbers.rhs_spec[2:]]
-    image = x.transpose(conv.numbers.lhs_spec)
-    patches = lax.conv_general_dilated_patches(
-        image, kernel_shape, conv.strides, conv.padding, conv.input_dilation, conv.kernel_dilation,
-        precision=lax.Precision.HIGHEST,
-    )  # fmt: skip
-    groups, kernel_size = conv.feature_groups, math.prod(kernel_shape)
-    group_channels = image.shape[1] // groups
-    split_patches = patches.reshape(patches.shape[0], groups, group_channels, kernel_size, -1)
-    return split_patches.transpose(1, 0, 4, 3, 2).reshape(groups, -1, kernel_size * group_channels)
 
 
 def _sums_by_group(x: Array, y: Array | None, group_sizes: Array) -> InputSums:

@@ -23,7 +23,6 @@ from jchop.ptq._data.collect import (
     Collector,
     ErrorCollector,
     InputSums,
-    PlainRunner,
     add_sums,
     input_means,
     pair_value,
@@ -265,11 +264,10 @@ class BatchData:
             program, call, sites = self.program(batch)
             if (id(program), "errors") not in self._functions:
                 collector = ErrorCollector({leaf: sites.others.get(leaf, ()) for leaf in others})
-                self._functions[id(program), "errors"] = jax.jit(partial(collector.collect, program.plan)), collector
-            function, collector = self._functions[id(program), "errors"]
+                self._functions[id(program), "errors"] = jax.jit(partial(collector.collect, program.plan))
             overrides = [{}, *map(dict, roundings)]
-            for key, sums in function([*map(_as_jax_leaf, call.values)], overrides).items():
-                use_key = collector.use_of_key[key]
+            errors = self._functions[id(program), "errors"]([*map(_as_jax_leaf, call.values)], overrides)
+            for use_key, sums in errors.items():
                 total[use_key] = total.get(use_key, 0) + np.diagonal(np.asarray(pair_value(sums.gram)[0], np.float64))
         return {use_key: tuple(map(float, sums)) for use_key, sums in total.items()}  # type: ignore[misc]
 
@@ -279,7 +277,7 @@ class BatchData:
             for step_id, (rounding, weight) in program.runner.roundings.items()
             if round_activations
         }
-        runners = [*[PlainRunner()] * (lane_count - 1), QuantizedRunner(roundings) if roundings else PlainRunner()]
+        runners = [*[QuantizedRunner({})] * (lane_count - 1), QuantizedRunner(roundings)]
         return Collector(runners, roundings, self.sites(program), leaves)
 
 
@@ -384,7 +382,7 @@ def statistics(
 ) -> Statistics:
     """Measures the second moments and magnitudes of the inputs of all products of parameters and data, in one pass.
 
-    JAX traces `fun`, and the program shows the products. These are `rounded_dot_general` with any contracted axes and
+    JAX traces `fun`, and the program shows the products. These are `dot_general` with any contracted axes and
     axes of a batch, convolutions (their patches) and `ragged_dot`, each group by itself. They may be within `jit`,
     `remat`, branches, and `scan`, where each turn over a stack of parameters has statistics of its own. So has each
     layer of a stack, if all products read layers by constant indexes. Inputs are multiplied in float32 in full
@@ -416,11 +414,8 @@ def statistics(
     check_batches(batches, repeated=False)
     data = BatchData(QuantizedFunction(fun, ()), params, batches, progress=progress)
     sums, (program, _, sites) = data.sums()
-    by_path = {program.paths[leaf]: mean_statistics(leaf_sums) for leaf, leaf_sums in sums.items()}
+    by_path = {}
+    for leaf, leaf_sums in sums.items():
+        means = input_means(leaf_sums)
+        by_path[program.paths[leaf]] = InputStatistics(means.gram, means.magnitude, leaf_sums.largest, means.rows)
     return Statistics(by_path, {program.paths[leaf]: reason for leaf, reason in sites.reasons.items()})
-
-
-def mean_statistics(sums: InputSums) -> InputStatistics:
-    """Sums as means over the rows; zeros where there was none."""
-    means = input_means(sums)
-    return InputStatistics(means.gram, means.magnitude, sums.largest, means.rows)

@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._program.control import CONTROL, ScanOrder, ScanTurn, operands_of_role, roles_of
+from jchop._program.control import CONTROL, ScanOrder, ScanTurn, operands_of_role, roles_of, turns_around
 from jchop._program.run import Runner, interpret
 from jchop._program.step import CUSTOM_CALLS
 from jchop._quantized.products.product import ConvProduct, DotProduct, RaggedProduct
@@ -35,6 +36,8 @@ class ProgramWalk(Runner):
     differentiates = False
     #: The fact about a value of which nothing is known.
     unknown: Any = None
+    #: The loops around that run over a parameter, by its index.
+    loops_over: Mapping[int, tuple[Any, ...]] = MappingProxyType({})
 
     def constant(self, value: Any) -> Any:
         """A constant or a literal."""
@@ -56,7 +59,10 @@ class ProgramWalk(Runner):
 
     def scan(self, step: Any, turn: ScanTurn, start: Any, xs: Any, order: ScanOrder) -> tuple[Any, Any]:
         """A loop, into and out of which nothing is followed."""
+        outer = self.loops_over
+        self.loops_over = {**outer, **{leaf: (*outer.get(leaf, ()), step) for leaf in scanned_leaves(step)}}
         carry, ys = turn([self.unknown] * len(start), [self.unknown] * len(xs), 0)
+        self.loops_over = outer
         return [self.unknown] * len(carry), [self.unknown] * len(ys)
 
 
@@ -236,7 +242,6 @@ class _SiteWalk(ProgramWalk):
     ) -> None:
         self.program, self.views, self.sites, self.inputs = program, first_views, sites, sites.inputs
         self.dependence = dependence
-        self.loops: dict[int, tuple[int, ...]] = {}  # the lengths of the loops around that run over a parameter
         self.refusal = ""
 
     def control(self, step: Any, seeds: Any, args: list[Any]) -> list[Any]:
@@ -249,11 +254,9 @@ class _SiteWalk(ProgramWalk):
 
     def scan(self, step: Any, turn: ScanTurn, start: Any, xs: Any, order: ScanOrder) -> tuple[Any, Any]:
         """A loop."""
-        leaves, outer = scanned_leaves(step), (self.inputs, self.loops)
-        self.inputs, inner_loops = [], {leaf: (*self.loops.get(leaf, ()), order.length) for leaf in leaves}
-        self.loops = {**self.loops, **inner_loops}
+        leaves, outer, self.inputs = scanned_leaves(step), self.inputs, []
         outs = super().scan(step, turn, start, xs, order)
-        inner, (self.inputs, self.loops) = self.inputs, outer
+        inner, self.inputs = self.inputs, outer
         turns = range(order.length)[:: -1 if order.reverse else 1]
         if not any(leaf in leaves for leaf, *_ in inner):
             turns = turns[:1]  # they are the same in all turns
@@ -276,7 +279,8 @@ class _SiteWalk(ProgramWalk):
         """The site of a use, with the constant indexes of its layer and the variable that is its input."""
         sites, shape = self.sites, self.program.shapes[use.leaf]
         site = self.refusal or _product_refusal(step, side, use, self.views, self.dependence[id(step)])
-        site = site or _site_of_use(step, side, use, shape, self.loops.get(use.leaf, ()))
+        turns = [length for _, length in turns_around(self.loops_over.get(use.leaf, ()))]
+        site = site or _site_of_use(step, side, use, shape, turns)
         if isinstance(site, str):
             sites.reasons.setdefault(use.leaf, site)
             return None

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from jchop._quantized.products.product import ConvProduct, DotProduct, RaggedProduct
+from jchop._quantized.program.provenance import AXIS_PAIRS, AxisPairs, other_axes
 from jchop.ptq._equalize.graph import LOOP_STACK, LOOP_VALUE, SAME_VALUE, GraphNode, GraphValue
 
 #: The size of a run of indexes, and the distance of the channels of two neighbours.
@@ -303,11 +304,7 @@ def _reshape_factors(port: Port) -> FactorAssignments:
     yield port.first_and_result(port.with_value_axes(reshape_runs(port.own, other.shape)))
 
 
-#: For the parameters of a primitive and the shapes of its first operand and its result: the axes that are the same.
-_AxisPairs = Callable[[dict[str, Any], Sequence[int], Sequence[int]], Iterable[tuple[int, int]]]
-
-
-def _axes_rule(pairs_of: _AxisPairs, reason: str, ties: bool = False) -> Callable[[Port], FactorAssignments]:
+def _axes_rule(pairs_of: AxisPairs, reason: str, ties: bool = False) -> Callable[[Port], FactorAssignments]:
     """A primitive of which an axis of the result is one of the first operand.
 
     Args:
@@ -318,7 +315,8 @@ def _axes_rule(pairs_of: _AxisPairs, reason: str, ties: bool = False) -> Callabl
 
     def rule(port: Port) -> FactorAssignments:
         before, after = port.node.ins[0], port.node.outs[0]
-        pairs = pairs_of(port.node.params, before.shape, after.shape)
+        every = pairs_of(port.node.params, before.shape, after.shape)
+        pairs = [(axis, out) for axis, out in every if before.shape[axis] == after.shape[out]]
         axes = {out: axis for axis, out in pairs} if port.is_result else dict(pairs)
         varying = [runs for axis, runs in enumerate(port.own) if axis not in axes and not has_one_factor(runs)]
         if ties and port.is_result and varying:
@@ -338,20 +336,6 @@ def _label_by_axes(port: Port, axes: Mapping[int, int], other: GraphValue, reaso
         elif not has_one_factor(runs):
             raise FoldError(f"{port.node} {reason}")
     return port.with_value_axes(other_axes)
-
-
-def _without_axes(axes_param: str, shape: Sequence[int], params: dict[str, Any]) -> list[int]:
-    """The axes but for those that a parameter names."""
-    dropped = {int(axis) % len(shape) for axis in params[axes_param]}
-    return [axis for axis in range(len(shape)) if axis not in dropped]
-
-
-def _whole_rows(params: dict[str, Any], before: Sequence[int], _: Any) -> Iterator[tuple[int, int]]:
-    """The axes of which a gather takes all."""
-    dims, sizes = params["dimension_numbers"], params["slice_sizes"]
-    dropped = {*dims.collapsed_slice_dims, *dims.operand_batching_dims}
-    rows = zip((i for i in range(len(sizes)) if i not in dropped), dims.offset_dims, strict=True)
-    return ((axis, out) for axis, out in rows if sizes[axis] == before[axis])
 
 
 def _along_axes_rule(axes_param: str, reason: str) -> Callable[[Port], FactorAssignments]:
@@ -398,7 +382,7 @@ def _scatter_factors(port: Port) -> FactorAssignments:
     """Whole rows that are put, or added, to others."""
     (rows, _, updates), dims = port.node.ins, port.node.params["dimension_numbers"]
     dropped = {*dims.inserted_window_dims, *dims.operand_batching_dims}
-    windows = zip((i for i in range(len(rows.shape)) if i not in dropped), dims.update_window_dims, strict=True)
+    windows = zip(other_axes(dropped, len(rows.shape)), dims.update_window_dims, strict=True)
     update_axes = {axis: update_axis for axis, update_axis in windows if rows.shape[axis] == updates.shape[update_axis]}
     if port.is_result or not port.place:
         yield [port.label, None, _label_by_axes(port, update_axes, updates, _PART)], [port.label]
@@ -458,16 +442,9 @@ def _div_factors(port: Port) -> FactorAssignments:
 
 def _dot_factors(port: Port) -> FactorAssignments:
     dot: DotProduct = port.node.product
-    used = [{*dot.contracting[side], *dot.batch[side]} for side in (0, 1)]
-    free = [[i for i in range(len(v.shape)) if i not in used[side]] for side, v in enumerate(port.node.ins[:2])]
-    starts = len(dot.batch[0]), len(dot.batch[0]) + len(free[0])
-    result_axes = [
-        {axis: i for i, axis in enumerate(dot.batch[side])}
-        | {axis: starts[side] + i for i, axis in enumerate(free[side])}
-        for side in (0, 1)
-    ]
+    result_axes = [dot.result_axes(side) for side in (0, 1)]
     if port.is_result:
-        yield from _dot_result_factors(port, result_axes, starts)
+        yield from _dot_result_factors(port, result_axes)
         return
     side, other = port.place, 1 - port.place
     if all(has_one_factor(port.own[axis]) for axis in dot.contracting[side]):
@@ -480,12 +457,11 @@ def _dot_factors(port: Port) -> FactorAssignments:
     yield [port.label if i == side else inverse for i in (0, 1)], [None]
 
 
-def _dot_result_factors(
-    port: Port, result_axes: Sequence[Mapping[int, int]], starts: tuple[int, int]
-) -> FactorAssignments:
+def _dot_result_factors(port: Port, result_axes: Sequence[Mapping[int, int]]) -> FactorAssignments:
     """From a result to the operand whose axes have the factors."""
-    ends = starts[1], len(port.own)
-    runs = [[run for axis in port.own[starts[i] : ends[i]] for run in axis if run[1]] for i in (0, 1)]
+    first, second = ({*axes.values()} for axes in result_axes)
+    own_axes = sorted(first - second), sorted(second - first)
+    runs = [[run for axis in axes for run in port.own[axis] if run[1]] for axes in own_axes]
     for side in (0, 1) if port.node.ins[0].is_parameter or not port.node.ins[1].is_parameter else (1, 0):
         if runs[0] and runs[1]:
             yield TiedChannels(tuple(runs[1 - side]))
@@ -572,32 +548,23 @@ _FACTOR_RULES: dict[str, Callable[[Port], FactorAssignments]] = {
     ),
     **dict.fromkeys(
         ("reduce_sum", "reduce_max", "reduce_min"),
-        _axes_rule(lambda params, a, b: zip(_without_axes("axes", a, params), range(len(b)), strict=True), _REDUCED),
+        _axes_rule(lambda params, a, b: zip(other_axes(params["axes"], len(a)), range(len(b)), strict=True), _REDUCED),
     ),
     **dict.fromkeys(
-        ("slice", "dynamic_slice"),
-        _axes_rule(lambda params, a, b: ((i, i) for i in range(len(a)) if a[i] == b[i]), "takes some channels"),
+        ("slice", "dynamic_slice"), _axes_rule(lambda params, a, b: enumerate(range(len(a))), "takes some channels")
     ),
     "convert_element_type": _convert_factors,
     "reshape": _reshape_factors,
-    "transpose": _axes_rule(lambda params, a, b: zip(params["permutation"], range(len(b)), strict=True), ""),
-    "broadcast_in_dim": _axes_rule(
-        lambda params, a, b: ((i, j) for i, j in enumerate(params["broadcast_dimensions"]) if a[i] == b[j]),
-        "",
-        ties=True,
-    ),
-    "squeeze": _axes_rule(
-        lambda params, a, b: zip(_without_axes("dimensions", a, params), range(len(b)), strict=True), _REDUCED
-    ),
-    "expand_dims": _axes_rule(
-        lambda params, a, b: zip(range(len(a)), _without_axes("dimensions", b, params), strict=True), _REDUCED
-    ),
+    "transpose": _axes_rule(AXIS_PAIRS["transpose"], ""),
+    "broadcast_in_dim": _axes_rule(AXIS_PAIRS["broadcast_in_dim"], "", ties=True),
+    "squeeze": _axes_rule(AXIS_PAIRS["squeeze"], _REDUCED),
+    "expand_dims": _axes_rule(AXIS_PAIRS["expand_dims"], _REDUCED),
     "rev": _along_axes_rule("dimensions", "reverses its channels"),
     "cumsum": _along_axes_rule("axis", "sums over its channels"),
     "concatenate": _join_rule("dimension", "joins its channels with others"),
     "split": _join_rule("axis", "takes its channels apart"),
     "pad": _pad_factors,
-    "gather": _axes_rule(_whole_rows, _PART),
+    "gather": _axes_rule(AXIS_PAIRS["gather"], _PART),
     **dict.fromkeys(("scatter", "scatter-add"), _scatter_factors),
     "mul": _mul_factors,
     "div": _div_factors,

@@ -20,11 +20,11 @@ from jchop._quantized.program.call import is_packed_param, unpack_param
 from jchop._quantized.program.provenance import MatrixLayout
 from jchop._quantized.program.weight_layout import WeightLayout
 from jchop._storage._quantize import multiply_in_own_dtype
-from jchop.ptq._data.collect import InputSums, add_sums
-from jchop.ptq._data.passes import BatchData, LazySums, mean_statistics
-from jchop.ptq._data.sites import WeightSite, rounded_sites
+from jchop.ptq._data.collect import InputSums, add_sums, input_means
+from jchop.ptq._data.passes import BatchData, LazySums
+from jchop.ptq._data.sites import rounded_sites
 from jchop.ptq._equalize.factor_rules import FactorLabel, FoldError, has_one_factor
-from jchop.ptq._equalize.graph import GraphValue, ProductPlace, ProgramGraph, graph_of
+from jchop.ptq._equalize.graph import GraphValue, ProductPlace, graph_of
 from jchop.ptq._equalize.search import Fold, GainError, channels_of, fold_of, rotation_of
 from jchop.ptq._steps.round import element_scales, placement_to_nearest, qarray_of, round_parameter
 from jchop.ptq._steps.steps import Awq, CalibrationSteps, MappingStep, Rotate, Smooth
@@ -95,7 +95,7 @@ def awq_factors(step: Awq, members: Sequence[ChannelWeight], count: int, units: 
     is_used = np.zeros(count, bool)
     for member in members:
         is_used[member.channels] = True
-    magnitudes = ((m.channels, np.asarray(mean_statistics(m.sums).mean_abs, np.float64).reshape(-1)) for m in members)
+    magnitudes = ((m.channels, np.asarray(input_means(m.sums).magnitude, np.float64).reshape(-1)) for m in members)
     inputs, weights = _channel_means(magnitudes, count), None
     if step.duo:
         weights = _channel_means((_channel_magnitudes(m, layer) for m in members for layer in m.layers), count)
@@ -108,11 +108,11 @@ def awq_factors(step: Awq, members: Sequence[ChannelWeight], count: int, units: 
         for layer in member.layers:
             turn = member.turn(layer)
             sums = jax.tree.map(lambda v, turn=turn, m=member: v.reshape(-1, *v.shape[m.turns :])[turn], member.sums)
-            moments = mean_statistics(sums)
+            moments = input_means(sums)
             weight = jnp.asarray(member.weight)[layer]
             with enable_x64_for(weight.dtype):
                 member_losses = _factor_losses(
-                    weight, moments.gram, moments.count, jnp.asarray(factors[:, turn], moments.gram.dtype),
+                    weight, moments.gram, moments.rows, jnp.asarray(factors[:, turn], moments.gram.dtype),
                     placement=member.placement, layout=member.layout,
                 )  # fmt: skip
             losses[:, turn if units > 1 else 0] += np.asarray(member_losses, np.float64)
@@ -220,7 +220,7 @@ def map_parameters(data: BatchData, steps: Sequence[MappingStep], memory: int | 
     record = MappingRecord()
     for step in steps:
         sums, trace = (None, data.last()) if memory is not None else data.sums()
-        program, call, sites = trace
+        program, _, sites = trace
         weight_sites = rounded_sites(program, sites)
         for leaf in [leaf for leaf in weight_sites if program.placements[leaf][0].rotation is not None]:
             del weight_sites[leaf]
@@ -231,12 +231,10 @@ def map_parameters(data: BatchData, steps: Sequence[MappingStep], memory: int | 
         for leaf, site in weight_sites.items():
             if site.groups > 1:
                 record.add(leaf, f"not by {step.name}: a convolution of feature_group_count={site.groups}")
-        graphs = [graph_of(*entry) for entry in data.programs if entry[0] is not program]
-        lazy_sums = LazySums(data, weight_sites, trace, memory or 0, sums)
-        job = _MappingJob(step, program, call, graph_of(program, sites), graphs, lazy_sums, weight_sites, record)
+        job = _MappingJob(step, record, data, LazySums(data, weight_sites, trace, memory or 0, sums))
         job.run()
         data.params = job.result(data.params)
-        record.passes += lazy_sums.passes
+        record.passes += job.lazy_sums.passes
     return record
 
 
@@ -245,21 +243,16 @@ class _MappingJob:
 
     Args:
         step: the step.
-        program: the program.
-        call: its arguments.
-        graph: the program as a graph.
-        other_graphs: the programs of batches of other shapes.
-        lazy_sums: the statistics of the inputs.
-        weight_sites: the sites of the weights that are rounded, by their indexes.
         record: what is reported.
+        data: its other programs are of batches of other shapes.
+        lazy_sums: the statistics of the inputs, with the program and the sites of the weights that are rounded.
     """
 
-    def __init__(
-        self, step: MappingStep, program: Any, call: Any, graph: ProgramGraph, other_graphs: Sequence[ProgramGraph],
-        lazy_sums: LazySums, weight_sites: dict[int, WeightSite], record: MappingRecord,
-    ) -> None:  # fmt: skip
-        self.step, self.program, self.call, self.graph, self.other_graphs = step, program, call, graph, other_graphs
-        self.lazy_sums, self.weight_sites, self.record = lazy_sums, weight_sites, record
+    def __init__(self, step: MappingStep, record: MappingRecord, data: BatchData, lazy_sums: LazySums) -> None:
+        self.step, self.record, self.lazy_sums, self.weight_sites = step, record, lazy_sums, lazy_sums.sites
+        self.program, self.call, sites = lazy_sums.trace
+        self.graph = graph_of(self.program, sites)
+        self.other_graphs = [graph_of(*entry) for entry in data.programs if entry[0] is not self.program]
         self.new_values: dict[int, Any] = {}
 
     def run(self) -> None:
@@ -472,13 +465,13 @@ class _MappingJob:
         placement = placement_to_nearest(self.program.placements[leaf][0])
         weights = jnp.asarray(self._value(leaf))
         for layer in np.ndindex(*weights.shape[: site.stack]):
-            inputs = mean_statistics(jax.tree.map(lambda v, turn=layer[: site.turns]: v[turn], sums))
+            inputs = input_means(jax.tree.map(lambda v, turn=layer[: site.turns]: v[turn], sums))
             weight = weights[layer]
             with enable_x64_for(weight.dtype):
                 outcome = round_parameter(
                     weight, inputs.gram, None, None, placement=placement, layout=site.layout, steps=CalibrationSteps()
                 )
-            energy, before = (float((v * inputs.count).sum()) for v in (outcome.energy, outcome.before))
+            energy, before = (float((v * inputs.rows).sum()) for v in (outcome.energy, outcome.before))
             self.record.before[leaf, layer] = energy, before
 
     def _change(self, leaf: int, transform: Callable[[Any], Any]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jchop._quantized.products.product import ConvProduct, DotProduct, RaggedProduct
+from jchop._quantized.program.provenance import AXIS_PAIRS
 from jchop.ptq._equalize.factor_rules import (
     Channels,
     FactorAssignments,
@@ -284,7 +285,7 @@ class _RotationWays:
     def _varying_from_node(self, node: GraphNode, value: GraphValue, axes: tuple[int, ...]) -> frozenset[int] | None:
         if not node.ins:
             return None
-        first, params = node.ins[0], node.params
+        first = node.ins[0]
         if node.name in (LOOP_VALUE, SAME_VALUE):
             return self.varying_leaves(first, axes)
         if node.name == LOOP_STACK:  # the stack has an axis of turns in front, unless it is inside of the loop
@@ -292,18 +293,14 @@ class _RotationWays:
             return self.varying_leaves(first, tuple(axis + extra_axes for axis in axes)) if extra_axes > 0 else None
         if node.name in _ROTATION_ELEMENTWISE:
             return _union_of_leaves(self.varying_leaves(v, axes if v.shape else ()) for v in node.ins)
-        if node.name == "broadcast_in_dim":
-            dims = params["broadcast_dimensions"]
-            return self.varying_leaves(first, tuple(i for i, axis in enumerate(dims) if axis in axes))
+        if node.name in ("broadcast_in_dim", "squeeze"):
+            pairs = AXIS_PAIRS[node.name](node.params, first.shape, value.shape)
+            return self.varying_leaves(first, tuple(axis for axis, out in pairs if out in axes))
         if node.name == "reshape":  # one that adds or drops axes of length 1
             long_axes = [[i for i, n in enumerate(v.shape) if n > 1] for v in (first, value)]
             if [first.shape[i] for i in long_axes[0]] != [value.shape[i] for i in long_axes[1]]:
                 return None
             return self.varying_leaves(first, tuple(a for a, b in zip(*long_axes, strict=True) if b in axes))
-        if node.name == "squeeze":
-            squeeze_axes = {axis % len(first.shape) for axis in params["dimensions"]}
-            other_axes = [i for i in range(len(first.shape)) if i not in squeeze_axes]
-            return self.varying_leaves(first, tuple(other_axes[axis] for axis in axes))
         if node.name in ("slice", "dynamic_slice"):
             return self.varying_leaves(first, axes)
         return None
