@@ -72,4 +72,4 @@ if __name__ == "__main__":
     print("jaxlib", importlib.metadata.version("jaxlib"))
     for quirk in CPU_QUIRKS:
         if quirk.benchmark_only:
-            print(f"{quirk.name}: {globals()[quirk.name]():.2f} (seen on {', '.join(quirk.versions_with)})")
+            print(f"{quirk.name}: {globals()[quirk.name]():.2f} (not on {', '.join(quirk.versions_without) or 'none'})")

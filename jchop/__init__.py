@@ -27,6 +27,7 @@ if _typing.TYPE_CHECKING:
     from jchop._insight.reports.blame import Blame
     from jchop._insight.reports.digits import SignificantDigits, significant_digits
     from jchop._insight.tune import Tuning, tune
+    from jchop._kernels.remat import save_codes
     from jchop._quantized.products.operand_layout import Hadamard
     from jchop._quantized.products.qarray_products import dot, einsum, ragged_dot
     from jchop._quantized.products.rule import Rule
@@ -49,6 +50,7 @@ __getattr__, __dir__ = _on_demand(
         "jchop._insight.probe": ("Probe", "probe"),
         "jchop._insight.reports.blame": ("Blame",),
         "jchop._insight.reports.digits": ("SignificantDigits", "significant_digits"),
+        "jchop._kernels.remat": ("save_codes",),
         "jchop._emulate.emulate": ("EmulatedFunction", "emulate"),
         "jchop._quantized.products.qarray_products": ("dot", "einsum", "ragged_dot"),
         "jchop._quantized.quantize_fn": ("quantize_fn",),
@@ -121,6 +123,7 @@ __all__ = [
     "round_to_format",
     "save",
     "save_checkpoint",
+    "save_codes",
     "significant_digits",
     "tensor_core",
     "to_qwix",

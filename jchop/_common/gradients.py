@@ -166,12 +166,12 @@ def with_rule(fun: Callable[..., Any], values: Sequence[Any], rule: Callable[...
     if not any(isinstance(value, Tracer) for value in values):
         return fun(*values)
     program, shapes = jax.make_jaxpr(fun, return_shape=True)(*values)
-    out = _with_rule_p.bind(*values, program=program, rule=rule)
+    out = with_rule_p.bind(*values, program=program, rule=rule)
     return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
 
-_with_rule_p = Primitive("jchop_with_rule")
-_with_rule_p.multiple_results = True
+with_rule_p = Primitive("jchop_with_rule")
+with_rule_p.multiple_results = True
 
 
 def _run_with_rule(*values: Any, program: Any, **_: Any) -> list[Any]:
@@ -190,7 +190,7 @@ def _jvp_with_rule(primals: Any, tangents: Any, *, program: Any, rule: Callable[
     else:
         out, out_tangents = rule(list(primals), rule_tangents)
     if out is None:
-        out = _with_rule_p.bind(*primals, program=program, rule=rule)
+        out = with_rule_p.bind(*primals, program=program, rule=rule)
     zeros = (ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out)
     return out, [zero if t is None else t for t, zero in zip(out_tangents, zeros, strict=True)]
 
@@ -199,7 +199,7 @@ def _batch_with_rule(axis: Any, args: Any, dims: Any, *, program: Any, rule: Cal
     """The operation for each element of a batch; the batch axis keeps its name if the operation uses it."""
     args, dims, vmap_options = _batch_operands(axis, args, dims, program.effects)
     if vmap_options is None:
-        out = _with_rule_p.bind(*args, program=program, rule=rule)
+        out = with_rule_p.bind(*args, program=program, rule=rule)
         return out, [None] * len(out)
     batch_program = jax.make_jaxpr(jax.vmap(jaxpr_as_fun(program), in_axes=tuple(dims), **vmap_options))(*args)
 
@@ -207,7 +207,7 @@ def _batch_with_rule(axis: Any, args: Any, dims: Any, *, program: Any, rule: Cal
         tangent_dims = [None if t is None else dim for t, dim in zip(tangents, dims, strict=True)]
         return jax.vmap(rule, in_axes=(dims, tangent_dims), **vmap_options)(primals, tangents)
 
-    out = _with_rule_p.bind(*args, program=batch_program, rule=batch_rule)
+    out = with_rule_p.bind(*args, program=batch_program, rule=batch_rule)
     return out, [0] * len(out)
 
 
@@ -255,14 +255,14 @@ def _transpose_with_rule(cotangents: Any, *values: Any, program: Any, rule: Call
     return [next(cotangents_in) if u else None for u in unknown]
 
 
-_with_rule_p.def_impl(_run_with_rule)
+with_rule_p.def_impl(_run_with_rule)
 # In newer versions of JAX a program with primitives of a higher level is lowered in place.
-_with_rule_p.to_lojax = _run_with_rule
-_with_rule_p.def_effectful_abstract_eval(_abstract_with_rule)
-ad.primitive_jvps[_with_rule_p] = _jvp_with_rule
-ad.primitive_transposes[_with_rule_p] = _transpose_with_rule
-batching.fancy_primitive_batchers[_with_rule_p] = _batch_with_rule
-mlir.register_lowering(_with_rule_p, mlir.lower_fun(_run_with_rule, multiple_results=True))
+with_rule_p.to_lojax = _run_with_rule
+with_rule_p.def_effectful_abstract_eval(_abstract_with_rule)
+ad.primitive_jvps[with_rule_p] = _jvp_with_rule
+ad.primitive_transposes[with_rule_p] = _transpose_with_rule
+batching.fancy_primitive_batchers[with_rule_p] = _batch_with_rule
+mlir.register_lowering(with_rule_p, mlir.lower_fun(_run_with_rule, multiple_results=True))
 
 
 # -- linear functions with another transpose ---------------------------------------------------------------------------

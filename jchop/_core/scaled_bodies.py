@@ -221,8 +221,8 @@ def multiply_integers_of_groups(
 
 def _narrow_products(products: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     """Products, rounded to a narrower carrier if the plan has one."""
-    if plan.carrier.name in elements.NARROW_SPECS:
-        products = round_to_spec(products, elements.NARROW_SPECS[plan.carrier.name], plan.compute)
+    if plan.narrow_spec is not None:
+        products = round_to_spec(products, plan.narrow_spec, plan.compute)
     return narrow_16_bit(put_nan(products, scales.nan, plan.compute), plan.carrier)
 
 

@@ -34,6 +34,7 @@ from jchop._common.gradients import CustomJvp
 from jchop._common.settings import always_jit, jax_default_settings
 from jchop._core.xla.backend import ONE_CPU, PORTABLE
 from jchop._core.xla.sizes import are_static
+from jchop._kernels.remat import Coder, save_codes_of
 
 Impl = Literal["auto", "xla", "pallas"]
 #: The values of `impl=`: the choice of this file, the portable body, or the kernel, with an error if it cannot run.
@@ -113,6 +114,7 @@ def make_op(
     no_inline: bool = False,
     canonical: Callable[..., CanonicalForm | None] | None = None,
     stores: bool = False,
+    coder_of: Callable[..., Coder | None] | None = None,
 ) -> Callable[..., Any]:
     """An operation with several implementations, as one JAX primitive.
 
@@ -134,6 +136,7 @@ def make_op(
         canonical: of the shapes of the arrays and the static keywords, other shapes and keywords that give the same
             numbers in the same order, or None. A program for one CPU then has one body for all that share them.
         stores: the results are codes and scales, which `emulate` does not round.
+        coder_of: gives the two halves of a rounding, for `save_codes`.
 
     Returns:
         ``op(*arrays, impl="auto", **static)``, the static arguments hashable.
@@ -163,6 +166,8 @@ def make_op(
     for platform, several in kernels:
         mlir.register_lowering(primitive, partial(_lower_kernel, op, platform, several), platform=platform)
     batching.primitive_batchers[primitive] = partial(_batch_op, primitive)
+    if stores or coder_of is not None:
+        save_codes_of(primitive, partial(_make_coder, coder_of))
 
     def run(*args: Any, impl: str = "auto", **static: Hashable) -> Any:
         check_choice("impl", impl, IMPLEMENTATIONS)
@@ -334,6 +339,14 @@ def _innermost_avals(avals: Any, vmaps: _VmapAxes) -> list[jax.ShapeDtypeStruct]
     """The arguments of the innermost function, without the axes of vmaps."""
     vmap_counts = [sum(axes[i] is not None for axes in vmaps) for i in range(len(avals))]
     return [jax.ShapeDtypeStruct(aval.shape[n:], aval.dtype) for aval, n in zip(avals, vmap_counts, strict=True)]
+
+
+def _make_coder(coder_of: Any, avals: Any, *, impl: str, vmaps: _VmapAxes, static: _StaticItems, wide: bool) -> Any:
+    """The two halves of an operation under vmaps; None if it has none."""
+    coder = coder_of and coder_of(*_innermost_avals(avals, vmaps), impl=impl, **dict(static))
+    for axes in vmaps if coder else ():
+        coder = jax.vmap(coder[0], in_axes=axes), jax.vmap(coder[1])
+    return coder
 
 
 # -- obstacles to a kernel ---------------------------------------------------------------------------------------------

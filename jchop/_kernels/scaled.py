@@ -18,7 +18,7 @@ from jax.errors import InconclusiveDimensionOperation
 from jchop._common.bit_ops import CARRIERS, axes_cut_by_sharding, fit_sharding, gather_axes, has_sharding
 from jchop._common.checks import check
 from jchop._core.rounding.codebooks import refuse_table
-from jchop._core.rounding.codes import packed_size
+from jchop._core.rounding.codes import decode_elements, encode_elements, packed_size
 from jchop._core.rounding.elements import round_to_spec
 from jchop._core.rounding.random_bits import STREAM_START, StreamOffset, words_like
 from jchop._core.scaled import tiles
@@ -35,6 +35,7 @@ from jchop._core.scaled_bodies import (
 )
 from jchop._core.xla.sizes import are_static
 from jchop._kernels.primitive import Kernel, make_op
+from jchop._kernels.remat import Coder
 from jchop._kernels.scaled_tile import CODE_SUBLANES, ScaledBlocksProblem, kernel_words
 from jchop._kernels.tiles import kernel_function, refuse_large, refuse_tpu_dtype
 from jchop._spec.spec import Spec
@@ -63,7 +64,18 @@ def _refuse_hardware_bits(x: Any, *seeds_and_starts: Any, spec: Spec, place: Str
     return refuse_tpu_dtype("x", x.dtype) or refuse_table(spec.format)
 
 
-round_op = make_op("jchop_round", _round_elements, like_first=True)
+def _element_coder(x: Any, *_: Any, impl: str, spec: Spec, **static: Any) -> Coder | None:
+    fmt, carrier = spec.element, CARRIERS[x.dtype.name]
+    if not fmt.has_nan or fmt.bits > 16 or fmt.bits >= carrier.width:
+        return None
+
+    def encode(x: Array, *seeds_and_starts: Array) -> tuple[Array]:
+        return (encode_elements(_round_elements(x, *seeds_and_starts, spec=spec, **static), fmt, carrier),)
+
+    return encode, partial(decode_elements, fmt=fmt, carrier=carrier)
+
+
+round_op = make_op("jchop_round", _round_elements, like_first=True, coder_of=_element_coder)
 #: Rounding with bits of the TPU's own generator; the body only defines the type of the result.
 round_with_hardware_bits_op = make_op(
     "jchop_round_with_hardware_bits",
@@ -230,6 +242,13 @@ def _types_of_quantized(
     return (*(() if as_dtype is None else (jax.ShapeDtypeStruct(codes.shape, as_dtype),)), *own)
 
 
+def _scaled_coder(x: Any, *_: Any, impl: str, plan: ScaledPlan, **static: Any) -> Coder | None:
+    if plan.fmt.bits > 8:
+        return None
+    encode = partial(quantize_scaled_op, impl="xla" if impl == "xla" else "auto", plan=plan, **static)
+    return encode, partial(dequantize_scaled_op, plan=plan, shape=x.shape)
+
+
 round_scaled_op = make_op(
     "jchop_round_scaled",
     round_body,
@@ -240,6 +259,7 @@ round_scaled_op = make_op(
     by_backend=True,
     no_inline=True,
     canonical=_collapse_numbers,
+    coder_of=_scaled_coder,
 )
 #: Codes, scales and zero points; without codes, only fits.
 quantize_scaled_op = make_op(

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jchop._core.rounding.random_bits import SEEDS, StreamOffset, random_words_of_width
+from jchop._core.rounding.random_bits import SEEDS, StreamOffset, add_word_pairs, random_words_of_width, split_index
 from jchop._core.scaled.elements import ScaledPlan, scale_dtype
 from jchop._core.xla.backend import TILE
 from jchop._kernels.tiles import LANES, Tiling, next_power_of_two
@@ -207,14 +207,9 @@ def kernel_words(tensor: Array | None, seeds_and_starts: Sequence[Array], place:
 
 def _stream_start(starts: Sequence[Array], place: StreamOffset) -> Array:
     """The index of an array's first element in the random stream, as low and high word."""
-    low, high = starts[0] if starts else jnp.uint32(0), jnp.uint32(0)
-    if low.dtype.itemsize == 8:
-        high = (low >> 32).astype(jnp.uint32)
-    low = low.astype(jnp.uint32)
+    start = split_index(starts[0] if starts else jnp.uint32(0))
     base = jnp.uint32(place.base & 0xFFFF_FFFF), jnp.uint32(place.base >> 32)
-    total = low + base[0]
-    carry = ((low & base[0]) | ((low | base[0]) & ~total)) >> 31
-    return jnp.stack([total, high + base[1] + carry])
+    return jnp.stack(add_word_pairs(start, base))
 
 
 def draw_tile_words(words: Any, index: Array, plan: ScaledPlan) -> Array | None:

@@ -14,16 +14,17 @@ from jax import Array
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import CARRIERS, Carrier, enable_x64_for
-from jchop._common.checks import check, check_choice
+from jchop._common.checks import check, check_choice, check_float
 from jchop._common.gradients import CustomJvp
 from jchop._common.settings import always_jit
+from jchop._core.arithmetic.exact import holds_format
 from jchop._core.rounding.codes import decode_elements, encode_elements
 from jchop._core.rounding.random_bits import seed_words, stream_words
 from jchop._core.scaled.elements import narrow_16_bit, widen_16_bit
 from jchop._round.arguments import JCHOP_SCOPE, carrier_of_dtype, check_key, mark_results, run_numpy
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import SpecLike, as_spec
-from jchop.formats import ElementFormat, FloatFormat, TaperedFormat, UniformFormat
+from jchop.formats import ElementFormat, FloatFormat, UniformFormat
 
 #: Numbers folded into the key for the words of the flips; the key itself is for the rounding.
 _FLIP_STREAM, _BIT_STREAM = 1, 2
@@ -108,19 +109,7 @@ def _count_flip_bits(fmt: ElementFormat, where: str) -> int:
 
 def _require_flip_codes(fmt: ElementFormat, carrier: Carrier) -> None:
     """Refuse a carrier that lacks values of `fmt`, because a flip may return any of them."""
-    if isinstance(fmt, FloatFormat):
-        short = fmt.frac_bits > carrier.fraction
-        ends = (fmt.exact_max, Fraction(2) ** (fmt.emin - (fmt.frac_bits if fmt.subnormals else 0)))
-    elif isinstance(fmt, TaperedFormat):
-        assert fmt.smallest is not None
-        short = fmt.most_fraction_bits > carrier.fraction
-        ends = (Fraction(fmt.smallest or 0), Fraction(fmt.max))
-    elif isinstance(fmt, UniformFormat):
-        short = fmt.bits - fmt.signed > carrier.fraction + 1
-        ends = (fmt.quantum, 2 ** (fmt.bits - 1) * fmt.quantum)
-    else:
-        return
-    if short or any(carrier.magnitude_bits(end) is None for end in ends):
+    if not holds_format(fmt, carrier):
         raise ValueError(
             f"x has dtype {carrier.name}, which lacks values of {fmt} that a flipped bit may give; cast it"
         )
@@ -128,10 +117,8 @@ def _require_flip_codes(fmt: ElementFormat, carrier: Carrier) -> None:
 
 def _last_flip_word(p: float) -> int | None:
     """The largest 64-bit word for which an element is flipped; None if there is none."""
-    if isinstance(p, bool) or not isinstance(p, int | float | np.integer | np.floating):
-        raise TypeError(f"p={p!r} must be a number from 0 to 1")
-    check(0 <= p <= 1, f"p={p!r} must be a number from 0 to 1")
-    return math.ceil(Fraction(float(p)) * 2**64) - 1 if p else None
+    p = check_float("p", p, 0, 1)
+    return math.ceil(Fraction(p) * 2**64) - 1 if p else None
 
 
 @partial(always_jit, static_argnames=("fmt", "where", "count"))

@@ -19,7 +19,7 @@ from jchop._common.gradients import CustomJvp
 from jchop._common.settings import always_jit
 from jchop._core.rounding.codes import decode_elements, encode_elements, pack_codes, packed_size, unpack_codes
 from jchop._core.rounding.elements import round_to_spec
-from jchop._core.rounding.grid import carrier_holds
+from jchop._core.rounding.grid import CARRIER_SPECS, carrier_holds
 from jchop._core.scaled.elements import narrow_16_bit, widen_16_bit
 from jchop._core.scaled.groups import gather_sparse, scatter_sparse
 from jchop._kernels.scaled import code_and_scale_shapes, dequantize_scaled
@@ -30,9 +30,7 @@ from jchop._storage import _axis_groupings as groupings
 Codes = Any
 
 #: The format of each carrier.
-CARRIER_FORMATS: dict[str, formats.FloatFormat] = {
-    "float16": formats.binary16, "bfloat16": formats.bfloat16, "float32": formats.binary32, "float64": formats.binary64
-}  # fmt: skip
+CARRIER_FORMATS: dict[str, Any] = {name: spec.format for name, spec in CARRIER_SPECS.items()}
 #: Formats whose codes are the bits of a dtype that JAX's backends, other libraries and files support.
 _NATIVE_DTYPES: dict[formats.ElementFormat, str] = {fmt: name for name, fmt in CARRIER_FORMATS.items()}
 _NATIVE_DTYPES |= {formats.float8_e4m3fn: "float8_e4m3fn", formats.float8_e5m2: "float8_e5m2"}
@@ -187,7 +185,7 @@ def decode_unscaled(codes: Array, fmt: formats.ElementFormat, count: int, carrie
     values = decode_elements(unpack_entries(load_codes(codes, fmt), fmt, count), fmt, compute)
     if compute.width == carrier.width:
         return values
-    values = round_to_spec(values, Spec(CARRIER_FORMATS[carrier.name]), compute)
+    values = round_to_spec(values, CARRIER_SPECS[carrier.name], compute)
     if compute.width == 64:
         return values.astype(carrier.name)
     return narrow_16_bit(values, carrier)

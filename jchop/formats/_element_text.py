@@ -13,7 +13,7 @@ from jchop.formats._base import ElementFormat
 from jchop.formats._catalogue import ALIASES, CATALOGUE, p3109
 from jchop.formats._codebook import CodebookFormat
 from jchop.formats._fixed import FixedFormat, IntegerFormat
-from jchop.formats._float import FloatFormat
+from jchop.formats._float import FLOAT_OPTIONS, FloatFormat
 from jchop.formats._tapered import HiFloat8Format, LogTakumFormat, PositFormat, TakumFormat
 from jchop.formats.rounding import ROUNDING_ALIASES, Overflow, Rounding
 
@@ -91,14 +91,7 @@ def read_bool(value: str) -> bool:
 
 #: The options in parentheses, each with the function that reads its value.
 _FLOAT_OPTIONS: _OptionReaders = {
-    "bias": read_integer,
-    "subnormals": read_bool,
-    "infinities": read_bool,
-    "nans": str,
-    "signed": read_bool,
-    "zero": read_bool,
-    "max_exponent": read_integer,
-    "p3109": read_bool,
+    option.name: {"bool": read_bool, "str": str}.get(str(option.type), read_integer) for option in FLOAT_OPTIONS
 }
 
 _FORMAT_PATTERNS: tuple[tuple[str, Callable[..., ElementFormat], _OptionReaders], ...] = (

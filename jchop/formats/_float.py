@@ -277,25 +277,13 @@ class FloatFormat(ElementFormat):
     @property
     def text(self) -> str:
         """The format in the text grammar, as ``e4m3(bias=11,infinities=false,nans=negative_zero)``."""
-        stem = f"e{self.exp_bits}m{self.frac_bits}"
-        rest = {
-            name: getattr(self, name)
-            for name, default in _FLOAT_TEXT_DEFAULTS.items()
-            if getattr(self, name) != default
-        }
-        if self.bias != self.default_bias(self.exp_bits):
-            rest = {"bias": self.bias} | rest
-        options = ",".join(f"{name}={str(value).lower()}" for name, value in rest.items())
-        return f"{stem}({options})" if options else stem
+        stem, options = f"e{self.exp_bits}m{self.frac_bits}", []
+        for option in FLOAT_OPTIONS:
+            value = getattr(self, option.name)
+            default = self.default_bias(self.exp_bits) if option.name == "bias" else option.default
+            options += [f"{option.name}={str(value).lower()}"] * (value != default)
+        return f"{stem}({','.join(options)})" if options else stem
 
 
-#: The options of the text grammar beside the bias, with their defaults.
-_FLOAT_TEXT_DEFAULTS = {
-    "subnormals": True,
-    "infinities": True,
-    "nans": "ieee",
-    "signed": True,
-    "zero": True,
-    "max_exponent": None,
-    "p3109": False,
-}
+#: The fields that are options in the text grammar.
+FLOAT_OPTIONS = tuple(option for option in dataclasses.fields(FloatFormat) if option.kw_only)

@@ -67,7 +67,7 @@ class StringFormat(TaperedFormat):
 
     The code 0 is zero and 10...0 is NaR, "not a real", which is NaN here. The codes 1 to 2^(n-1) - 1 are the positive
     numbers, in their order. A negative number has the two's complement of its magnitude's code. There is no -0 and no
-    infinity.
+    infinity: an infinity becomes NaR, unless the rule is "saturate". Finite numbers saturate under every rule.
 
     A number is rounded on its infinite string, which is cut to n bits. The modes compare the bits that are cut off,
     so far from 1 the point between two neighbours is not their arithmetic mean. No number but 0 becomes 0: magnitudes
@@ -104,11 +104,6 @@ class StringFormat(TaperedFormat):
     def smallest(self) -> Number:
         """Smallest positive value."""
         return exact_number(self.magnitude_of(1))
-
-    @property
-    def saturates(self) -> bool:
-        """False: an infinity becomes NaR, unless the rule is "saturate". Finite numbers saturate under every rule."""
-        return False
 
     def value_of(self, code: int) -> Number | None:
         """The exact value of one code; NaN for NaR."""

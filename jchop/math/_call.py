@@ -14,7 +14,7 @@ import numpy as np
 from jchop._common.checks import check, check_int
 from jchop._common.settings import always_jit
 from jchop._core.matmul.operations import check_matmul, check_operation, require_dtype_holds, widen_operand
-from jchop._core.rounding.grid import require_carrier
+from jchop._core.rounding.grid import CARRIER_SPECS, require_carrier
 from jchop._core.rounding.random_bits import seed_words
 from jchop._emulate.emulate import run_program
 from jchop._emulate.rules.functions import FUNCTIONS, NamedFunction
@@ -142,7 +142,7 @@ def round_to_dtype(result: Array, how: MatmulSpec | None, dtype: Any) -> Array:
     if result.dtype == dtype or dtype.itemsize > 2:
         return result
     if how is not None and how.accumulate is None:
-        result = round_to_format(result, {"float16": "binary16", "bfloat16": "bfloat16"}[dtype.name])
+        result = round_to_format(result, CARRIER_SPECS[dtype.name])
     return result.astype(dtype)
 
 
@@ -224,9 +224,14 @@ def as_mask_operands(where: Any, shape: tuple[int, ...]) -> tuple[Array | np.nda
     mask = as_array("where", where)
     if mask.dtype != np.bool_:
         raise TypeError(f"where has dtype {mask.dtype}; it must be of booleans")
-    try:
-        fits = np.broadcast_shapes(mask.shape, shape) == shape
-    except ValueError:
-        fits = False
-    check(fits, f"where has shape {mask.shape}, which does not broadcast to that of x, {shape}")
+    refusal = f"where has shape {mask.shape}, which does not broadcast to that of x, {shape}"
+    check(broadcast_shape(refusal, mask.shape, shape) == shape, refusal)
     return (mask,)
+
+
+def broadcast_shape(refusal: str, *shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape to which some shapes broadcast; ValueError with a text if they do not."""
+    try:
+        return np.broadcast_shapes(*shapes)
+    except ValueError:
+        raise ValueError(refusal) from None

@@ -16,7 +16,7 @@ from jchop._emulate.rules.functions import NamedFunction, exact_decimals, sort_k
 from jchop._kernels.primitive import materialize
 from jchop._round.arguments import Array, Key, as_array, as_operands, is_integer_or_bool
 from jchop._spec.spec import SpecLike
-from jchop.math._call import as_math_operands, check_axis, run_emulated
+from jchop.math._call import as_math_operands, broadcast_shape, check_axis, run_emulated
 from jchop.math._elementwise import FMA
 
 __all__ = ["axpy", "cross", "diff", "frexp", "interp", "ldexp", "linspace", "modf", "round", "where"]
@@ -280,10 +280,8 @@ def cross(
     if not {*lengths} <= {2, 3}:
         raise ValueError(f"a has shape {x.shape} and b has shape {y.shape}: their vectors must have 2 or 3 elements")
     outer_shapes = [tuple(np.delete(v.shape, place)) for v, place in zip((x, y), vector_axes, strict=True)]
-    try:
-        outer_shape = np.broadcast_shapes(*outer_shapes)
-    except ValueError:
-        raise ValueError(f"a has shape {x.shape} and b has shape {y.shape}: they do not broadcast") from None
+    refusal = f"a has shape {x.shape} and b has shape {y.shape}: they do not broadcast"
+    outer_shape = broadcast_shape(refusal, *outer_shapes)
     is_planar = lengths == (2, 2)
     result_axis = -1 if is_planar else check_axis(axisc, len(outer_shape) + 1, "axisc")
     options = {"vector_axes": vector_axes, "result_axis": result_axis, "is_planar": is_planar}

@@ -15,7 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import CARRIERS, FLOAT32, in_auto_mesh
-from jchop._common.checks import as_numpy, check, check_bool, check_choice, keyword_hints
+from jchop._common.checks import as_numpy, check, check_bool, check_choice, check_float, keyword_hints
 from jchop._common.gradients import CustomJvp
 from jchop._common.settings import always_jit, split_prng_key
 from jchop._core.arithmetic.basic import multiply_and_round
@@ -35,7 +35,7 @@ from jchop._spec.accumulation import MatmulSpec, SumSpecLike, as_matmul_spec
 from jchop._spec.spec import Spec
 from jchop._storage import quantize
 from jchop._storage._codes import decode_unscaled
-from jchop.math._call import round_to_dtype
+from jchop.math._call import broadcast_shape, round_to_dtype
 
 
 @keyword_hints(
@@ -214,13 +214,18 @@ def _batch_product_jvp(spec: MatmulSpec, impl: str, dtype: Any, primals: tuple, 
     x, y = primals[:2]
     dx, dy = tangents[:2]
     out = _batch_product(spec, impl, dtype, *primals)
-    multiply = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+    tangent = _sum_of_products((dx, y), (x, dy))
+    return out, jnp.zeros_like(out) if tangent is None else tangent.astype(dtype)
+
+
+def _sum_of_products(*factors: tuple[Any, Any]) -> Array | None:
+    """The sum of the carrier's products at full precision, without those of a zero; None if none is left."""
     terms = [
-        multiply(left, right)
-        for left, right in ((dx, y), (x, dy))
+        jnp.matmul(left, right, precision=lax.Precision.HIGHEST)
+        for left, right in factors
         if not isinstance(left, SymbolicZero) and not isinstance(right, SymbolicZero)
     ]
-    return out, sum(terms[1:], terms[0]).astype(dtype) if terms else jnp.zeros_like(out)
+    return sum(terms[1:], terms[0]) if terms else None
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
@@ -234,10 +239,7 @@ def check_matmul_shapes(a: tuple[int, ...], b: tuple[int, ...]) -> None:
             f"a has shape {a} and b has shape {b}: the last axis of a and the {'last but one' if b[1:] else 'only'} "
             "axis of b must be of one length"
         )
-    try:
-        np.broadcast_shapes(a[:-2], b[:-2])
-    except ValueError:
-        raise ValueError(f"a has shape {a} and b has shape {b}: their leading axes do not broadcast") from None
+    broadcast_shape(f"a has shape {a} and b has shape {b}: their leading axes do not broadcast", a[:-2], b[:-2])
 
 
 def _check_random_stream_size(a: Any, b: Any, plan: MatmulPlan) -> None:
@@ -328,16 +330,9 @@ def slice_count(tolerance: float) -> int:
     Raises:
         TypeError, ValueError: for a tolerance that is no number in the range of `matmul_double`.
     """
-    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float | np.integer | np.floating):
-        raise TypeError(f"tolerance={tolerance!r} must be a number")
-    count = next(
-        (s for s in range(1, _MOST_SLICES + 1) if _ERROR_FACTOR * 2.0 ** (-_SLICE_BITS * s) <= tolerance), None
-    )
-    if count is None or not tolerance <= 1:
-        raise ValueError(
-            f"tolerance={tolerance!r} must be from {_ERROR_FACTOR * 2.0 ** (-_SLICE_BITS * _MOST_SLICES):.2g} to 1"
-        )
-    return count
+    errors = [_ERROR_FACTOR * 2.0 ** (-_SLICE_BITS * count) for count in range(1, _MOST_SLICES + 1)]
+    tolerance = check_float("tolerance", tolerance, errors[-1], 1)
+    return next(count for count, error in enumerate(errors, 1) if error <= tolerance)
 
 
 def _as_float32_pair(name: str, value: tuple) -> tuple[Any, Any]:
@@ -386,11 +381,9 @@ def _product_by_slices(a: tuple[Array, ...], b: tuple[Array, ...], count: int) -
 def _product_by_slices_jvp(count: int, primals: tuple, tangents: tuple) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     (a, b), (da, db) = primals, tangents
     out = _product_by_slices(a, b, count)
-    multiply = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
-    terms = [multiply(d, b[0]) for d in da if not isinstance(d, SymbolicZero)]
-    terms += [multiply(a[0], d) for d in db if not isinstance(d, SymbolicZero)]
-    tangent = sum(terms[1:], terms[0]) if terms else jnp.zeros_like(out[0])
-    return out, (tangent, *(jnp.zeros_like(part) for part in out[1:]))
+    tangent = _sum_of_products(*((d, b[0]) for d in da), *((a[0], d) for d in db))
+    first = jnp.zeros_like(out[0]) if tangent is None else tangent
+    return out, (first, *map(jnp.zeros_like, out[1:]))
 
 
 def _with_infinities_and_nan(total: tuple[Array, ...], a: Array, b: Array) -> tuple[Array, ...]:

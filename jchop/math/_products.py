@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -133,12 +133,8 @@ def tensordot(
         [[8.0], [8.0]]
     """
     x, y = as_operands("ab", (a, b))
-    left, right = _tensordot_axes(axes, x.shape, y.shape)
-    return run_sums(_tensordot, as_matmul_spec(spec), (x, y), key, axes=(tuple(left), tuple(right)))
-
-
-def _tensordot(x: Array, y: Array, axes: tuple[tuple[int, ...], tuple[int, ...]]) -> Array:
-    return lax.dot_general(x, y, (axes, ((), ())))
+    dimensions = _tensordot_axes(axes, x.shape, y.shape), ((), ())
+    return run_sums(lax.dot_general, as_matmul_spec(spec), (x, y), key, dimension_numbers=dimensions)
 
 
 def inner(a: Any, b: Any, spec: SumSpecLike, key: Key = None) -> Any:
@@ -317,7 +313,7 @@ def _parse_subscripts(subscripts: str, shapes: list[tuple[int, ...]]) -> tuple[l
     return terms, result
 
 
-def _tensordot_axes(axes: Any, left: tuple[int, ...], right: tuple[int, ...]) -> tuple[list[int], list[int]]:
+def _tensordot_axes(axes: Any, left: tuple[int, ...], right: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """The summed axes of both arrays, in the order of the first array's axes."""
     message = f"axes={axes!r} must be a number, or two axes or sequences of as many axes"
     if isinstance(axes, int):
@@ -332,7 +328,7 @@ def _tensordot_axes(axes: Any, left: tuple[int, ...], right: tuple[int, ...]) ->
     for one, other in pairs:
         if left[one] != right[other]:
             raise ValueError(f"axes: axis {one} of a has length {left[one]}, axis {other} of b {right[other]}")
-    return [one for one, _ in pairs], [other for _, other in pairs]
+    return tuple(one for one, _ in pairs), tuple(other for _, other in pairs)
 
 
 _ContractionPath = tuple[tuple[int, ...], ...]
@@ -380,28 +376,17 @@ def _einsum_of_one(x: Array, *, term: str, result: str) -> Array:
     return jnp.sum(x.transpose(order), tuple(range(len(result), len(term))))
 
 
-def _contraction_steps(
-    terms: tuple[str, ...], result: str, path: _ContractionPath
-) -> Iterator[tuple[tuple[int, ...], tuple[str, str], str]]:
-    """For each contraction: the places of the pair, the subscripts of both arrays, and the subscripts of the result."""
-    remaining_terms = list(terms)
-    for step_index, (i, j) in enumerate(path):
-        pair = (remaining_terms[i], remaining_terms[j])
-        remaining_terms = [term for index, term in enumerate(remaining_terms) if index not in (i, j)]
-        live_letters = "".join(remaining_terms) + result
-        is_last = step_index == len(path) - 1
-        output = result if is_last else "".join(c for c in dict.fromkeys("".join(pair)) if c in live_letters)
-        remaining_terms.append(output)
-        yield (i, j), pair, output
-
-
 def _contract_in_pairs(*arrays: Array, terms: tuple[str, ...], result: str, path: _ContractionPath) -> Array:
-    remaining = list(arrays)
-    for (i, j), pair, output in _contraction_steps(terms, result, path):
-        a, b = remaining[i], remaining[j]
-        remaining = [array for index, array in enumerate(remaining) if index not in (i, j)]
-        remaining.append(_contract_pair(pair, output, a, b))
-    return remaining[0]
+    remaining = list(zip(terms, arrays, strict=True))
+    for step_index, places in enumerate(path):
+        (left, a), (right, b) = (remaining[place] for place in places)
+        remaining = [pair for place, pair in enumerate(remaining) if place not in places]
+        live_letters = "".join(term for term, _ in remaining) + result
+        output = result
+        if step_index < len(path) - 1:
+            output = "".join(letter for letter in dict.fromkeys(left + right) if letter in live_letters)
+        remaining.append((output, _contract_pair((left, right), output, a, b)))
+    return remaining[0][1]
 
 
 def _contract_pair(terms: tuple[str, str], result: str, a: Array, b: Array) -> Array:

@@ -111,6 +111,8 @@ def methods() -> Iterator[Call]:
     yield Call("QuantizedFunction.observe", lambda: [str(k) for k in jax.tree.leaves(made("w8a8").observe(params, x))], loose=True)
     yield Call("QuantizedFunction.resolved", lambda: type(made("w4").resolved(params, x)).__name__ != "")
     yield Call("QuantizedFunction.traced", lambda: len(made("w4").traced(params, x)))
+    saving = lambda: jax.checkpoint(made("gradient"), policy=jc.save_codes)
+    yield Call("save_codes", lambda: jax.grad(lambda p: jnp.sum(saving()(p, x) ** 2))(params), loose=True)
     yield Call("Scales", lambda: facts(jc.Scales(learned={"a_scale": jnp.ones(2)}, stats={"b_range": jnp.zeros(2)})))
     for name, kernel in {"conv": (3, 3, 2, 4), "depthwise": (3, 3, 1, 2)}.items():
 

@@ -42,14 +42,11 @@ from jchop._core.arithmetic.hardware import (
     round_with_error,
 )
 from jchop._core.rounding.elements import round_to_spec
-from jchop._core.rounding.grid import x64_remedy
+from jchop._core.rounding.grid import CARRIER_SPECS, x64_remedy
 from jchop._core.rounding.modes import NEAREST_MODES
 from jchop._spec.spec import Spec
 from jchop.formats import FloatFormat, StringFormat
-from jchop.formats._catalogue import binary32, binary64
 from jchop.formats.rounding import Overflow, Rounding
-
-_OWN_SPECS = {"float32": Spec(binary32), "float64": Spec(binary64)}
 
 
 def multiply_and_round(
@@ -150,12 +147,12 @@ def divide_and_round(
 
 def _none_if_own(spec: Spec | None, carrier: Carrier) -> Spec | None:
     """`spec`, or None if it is the rounding of float32 itself."""
-    return None if carrier.name == "float32" and spec == _OWN_SPECS["float32"] else spec
+    return None if carrier.name == "float32" and spec == CARRIER_SPECS["float32"] else spec
 
 
 def _only_flushes(spec: Spec | None, carrier: Carrier, xr: ValueRange, yr: ValueRange) -> bool:
     """Whether `spec` is the carrier's own rounding with subnormal results made zero, of operands that are normal."""
-    is_carrier_rounding = spec is not None and spec.flush and replace(spec, flush=False) == _OWN_SPECS[carrier.name]
+    is_carrier_rounding = spec is not None and spec.flush and replace(spec, flush=False) == CARRIER_SPECS[carrier.name]
     return is_carrier_rounding and xr.is_normal(carrier) and yr.is_normal(carrier)
 
 

@@ -15,8 +15,8 @@ from jax import Array, lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import Carrier
-from jchop._core.arithmetic.exact import ExactResult, significand
-from jchop._core.rounding.codes import extend_exponent
+from jchop._core.arithmetic.exact import ExactResult
+from jchop._core.rounding.codes import exponent_and_significand, extend_exponent
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def add_exactly(x: Array, y: Array, carrier: Carrier, zero_sign: int = 0) -> Exa
     """The exact sum. If it is zero, and the operands are not zeros of one sign, its sign is `zero_sign`."""
     (xs, xm), (ys, ym) = bit_ops.split_sign(x, carrier), bit_ops.split_sign(y, carrier)
     a, b = (
-        double_word_of(sign, *_exponent_and_significand(magnitude, carrier), carrier)
+        double_word_of(sign, *exponent_and_significand(magnitude, carrier), carrier)
         for sign, magnitude in ((xs, xm), (ys, ym))
     )
     v, sticky = add_double_words(a, b, zero_sign)
@@ -190,14 +190,9 @@ def _unsigned_dtype(carrier: Carrier) -> np.dtype:
     return np.dtype(f"uint{carrier.work_width}")
 
 
-def _exponent_and_significand(magnitude: Array, carrier: Carrier) -> tuple[Array, Array]:
-    """Exponent, at least the exponent of the smallest normal value, and significand with its leading bit."""
-    return jnp.maximum(magnitude >> carrier.fraction, 1) - carrier.bias, significand(magnitude, carrier)
-
-
 def normalize_magnitude(magnitude: Array, carrier: Carrier) -> tuple[Array, Array]:
     """Exponent and significand in [2^M, 2^(M+1)); for zero an exponent below the exponents of all products, and 0."""
-    exponent, count = _exponent_and_significand(magnitude, carrier)
+    exponent, count = exponent_and_significand(magnitude, carrier)
     shift = carrier.fraction - bit_ops.floor_log2_integers(jnp.maximum(count, 1), carrier).astype(magnitude.dtype)
     return bit_ops.lax_where(count == 0, -4 * carrier.bias, exponent - shift), count << shift
 

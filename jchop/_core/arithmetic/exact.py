@@ -14,6 +14,7 @@ from jchop._common import bit_ops
 from jchop._common.bit_ops import CARRIERS, Carrier
 from jchop._core.rounding import modes
 from jchop._core.rounding.codebooks import pick_level
+from jchop._core.rounding.codes import significand
 from jchop._core.rounding.elements import overflow_mask, round_to_spec
 from jchop._core.rounding.grid import Grid, carrier_holds, make_grid, tapered_word, x64_remedy
 from jchop._core.rounding.modes import KnownFraction, RandomBits, rounding_thresholds, take_random_bits
@@ -92,6 +93,7 @@ def sum_range(a: ValueRange, b: ValueRange) -> ValueRange:
     return ValueRange(quantum, max(top - quantum, 1), top)
 
 
+@lru_cache(maxsize=1024)
 def _range_of_format(fmt: ElementFormat) -> ValueRange:
     if isinstance(fmt, FloatFormat):
         return ValueRange(fmt.emin - fmt.frac_bits, fmt.precision, fmt.emax + 1)
@@ -196,12 +198,6 @@ class ExactResult:
     sticky: Array  # whether epsilon > 0
     beyond: Array | bool = False  # whether |v| exceeds the carrier's largest finite value by an ulp of it or more
     quantum: int | None = None  # if known: every finite v is a multiple of 2^quantum
-
-
-def significand(magnitude: Array, carrier: Carrier) -> Array:
-    """The significand of magnitude bits as an integer, its leading bit included."""
-    normal = (magnitude >> carrier.fraction > 0).astype(magnitude.dtype)
-    return magnitude & bit_ops.low_mask(carrier.fraction) | normal << carrier.fraction
 
 
 def round_exact(v: ExactResult, spec: Spec | None, carrier: Carrier, word: Array | None) -> Array:

@@ -34,6 +34,7 @@ from jchop._core.elementary.pairs import (
     pair_of_constant,
     pair_of_number,
     round_value_to_odd,
+    select_argument,
     split_argument,
 )
 from jchop._core.rounding.codebooks import take_in_bounds
@@ -78,8 +79,12 @@ _MOST_EXPONENTIAL = 300.0
 
 def reduce_to_eighths(x: FloatPair) -> tuple[FloatPair, Array]:
     """The r and n of x = (n / 8) log(2) + r, |r| <= log(2) / 16, for |x| <= 300."""
-    unit = constants.log_of_integer(2) / 8
-    first, second, third = _split_constant(unit, 15, 12)
+    return _reduce_by_unit(x, constants.log_of_integer(2) / 8, 15, 12)
+
+
+def _reduce_by_unit(x: FloatPair, unit: Fraction, *bits: int) -> tuple[FloatPair, Array]:
+    """The r and n of x = n unit + r, |r| <= unit / 2, by products of n with the first `bits` of the unit."""
+    first, second, third = _split_constant(unit, *bits)
     n = _nearest_integer_of(x.hi * pair_of_constant(1 / unit).hi)
     remainder = pairs.two_sum(x.hi - n * first, -n * second)
     return pairs.fast_two_sum(remainder.hi, remainder.lo + (x.lo - n * third)), n.astype(jnp.int32)
@@ -114,10 +119,7 @@ def two_to_eighths(n: Array) -> FloatPair:
 
 def _reduce_by_log2(x: FloatPair) -> tuple[FloatPair, Array]:
     """The r and n of x = n log(2) + r, |r| <= log(2) / 2, for |x| <= 350; r = x exactly if n = 0."""
-    first, second, third = _split_constant(constants.log_of_integer(2), 14, 14)
-    n = _nearest_integer_of(x.hi * pair_of_constant(1 / constants.log_of_integer(2)).hi)
-    remainder = pairs.two_sum(x.hi - n * first, -n * second)
-    return pairs.fast_two_sum(remainder.hi, remainder.lo + (x.lo - n * third)), n.astype(jnp.int32)
+    return _reduce_by_unit(x, constants.log_of_integer(2), 14, 14)
 
 
 def _exp_of_pair(x: FloatPair) -> tuple[FloatPair, Array]:
@@ -590,13 +592,12 @@ def _hypot(x: Argument, y: Argument) -> FunctionValue:
     If the exponents differ by more than 30, the smaller operand only tells that the result is above the larger one.
     """
     swap = x.magnitude < y.magnitude
-    exponent, least = bit_ops.lax_where(swap, y.exponent, x.exponent), bit_ops.lax_where(swap, x.exponent, y.exponent)
-    a, b = bit_ops.lax_where(swap, y.significand, x.significand), bit_ops.lax_where(swap, x.significand, y.significand)
-    b = b * float32_power_of_two(_clamp_difference(least, exponent, -SECOND_ORDER))
-    b = bit_ops.lax_where(x.zero | y.zero, 0.0, b)
+    larger, smaller = select_argument(swap, y, x), select_argument(swap, x, y)
+    a, gap = larger.significand, _clamp_difference(smaller.exponent, larger.exponent, -SECOND_ORDER)
+    b = bit_ops.lax_where(smaller.zero, 0.0, smaller.significand * float32_power_of_two(gap))
     value = pairs.root_of_pair(pairs.two_product(a, a) + pairs.two_product(b, b))
-    cases = ((x.zero & y.zero, 0.0), (x.nan | y.nan, _NAN), (x.infinite | y.infinite, _INF))
-    return FunctionValue(value, exponent, cases)
+    cases = ((larger.zero, 0.0), (larger.nan, _NAN), (x.infinite | y.infinite, _INF))
+    return FunctionValue(value, larger.exponent, cases)
 
 
 # -- the angle of a point ----------------------------------------------------------------------------------------------
@@ -637,16 +638,7 @@ def _logaddexp(x: Argument, y: Argument) -> FunctionValue:
     """
     x_order, y_order = (bit_ops.lax_where(v.negative, -v.magnitude, v.magnitude) for v in (x, y))
     swap = x_order < y_order
-    sign, exponent, significand, zero, infinite = (
-        bit_ops.lax_where(swap, b, a)
-        for a, b in (
-            (x.sign, y.sign),
-            (x.exponent, y.exponent),
-            (x.significand, y.significand),
-            (x.zero, y.zero),
-            (x.infinite, y.infinite),
-        )
-    )
+    m = select_argument(swap, y, x)
     a, b = (v.clamp(-100, 2.0**100) for v in (x, y))
     d = pairs.two_sum(bit_ops.lax_where(swap, a, b), -bit_ops.lax_where(swap, b, a))
     is_far = d.hi < -300
@@ -662,15 +654,13 @@ def _logaddexp(x: Argument, y: Argument) -> FunctionValue:
     z = s.scaled(float32_power_of_two(jnp.maximum(n, -60)))
     term = (s * pairs.polynomial_of_pair(z * z, constants.series("artanh"), 4)).scaled(np.float32(2))
     log = pairs.select_pair(is_near, pairs.fast_add_pairs(pair_of_constant(constants.log_of_integer(2)), term), term)
-    scale = bit_ops.lax_where(zero, n, jnp.maximum(exponent, n))
-    larger = significand * float32_power_of_two(_clamp_difference(exponent, scale, -FIRST_ORDER))
-    larger = bits_to_float(float_to_bits(larger) | sign)
+    scale = bit_ops.lax_where(m.zero, n, jnp.maximum(m.exponent, n))
+    larger = m.signed(m.significand * float32_power_of_two(_clamp_difference(m.exponent, scale, -FIRST_ORDER)))
     log = log.scaled(float32_power_of_two(_clamp_difference(n, scale, -FIRST_ORDER)))
-    total = pair_of_number(bit_ops.lax_where(zero, 0.0, larger)) + log
+    total = pair_of_number(bit_ops.lax_where(m.zero, 0.0, larger)) + log
     lows = [v.infinite & v.negative for v in (x, y)]
-    number = bits_to_float(bit_ops.lax_where(swap, y.magnitude, x.magnitude) | sign)
-    number = bit_ops.lax_where(zero, 0.0, number)
-    cases = ((lows[0] | lows[1], number), (infinite & (sign == 0), _INF), (x.nan | y.nan, _NAN))
+    number = bit_ops.lax_where(m.zero, 0.0, bits_to_float(m.magnitude | m.sign))
+    cases = ((lows[0] | lows[1], number), (m.infinite & ~m.negative, _INF), (x.nan | y.nan, _NAN))
     return FunctionValue(total, scale, cases)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -24,8 +24,8 @@ from jax import Array, lax
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32
 from jchop._core.arithmetic import double_word
-from jchop._core.arithmetic.exact import ExactResult, significand
-from jchop._core.rounding.codes import bits_to_float, float_to_bits
+from jchop._core.arithmetic.exact import ExactResult
+from jchop._core.rounding.codes import bits_to_float, float_to_bits, significand
 
 #: The mask of the first 12 bits of a float32 significand, so that products of halves are exact.
 _UPPER_HALF = ~0xFFF
@@ -262,6 +262,10 @@ def split_argument(x: Array) -> Argument:
     exponent, count = double_word.normalize_magnitude(magnitude, FLOAT32)
     bits = count & bit_ops.low_mask(FLOAT32.fraction) | _BITS_OF_ONE
     return Argument(sign, magnitude, bits_to_float(bits), exponent)
+
+
+def select_argument(where: Array, a: Argument, b: Argument) -> Argument:
+    return Argument(*map(partial(bit_ops.lax_where, where), vars(a).values(), vars(b).values()))
 
 
 def float32_power_of_two(exponent: Any) -> Any:

@@ -24,13 +24,13 @@ from jchop._common.bit_ops import FLOAT32, FLOAT64, Carrier
 from jchop._core.arithmetic import double_word, exact, float64
 from jchop._core.arithmetic.double_word import DoubleWord
 from jchop._core.rounding import modes
-from jchop._core.rounding.codes import bits_to_float, float_to_bits
+from jchop._core.rounding.codes import bits_to_float, exponent_and_significand, float_to_bits
 from jchop._core.rounding.elements import round_to_spec
+from jchop._core.rounding.grid import CARRIER_SPECS
 from jchop._core.rounding.modes import take_random_bits
 from jchop._spec.accumulation import MERGED, MatmulSpec
 from jchop._spec.spec import Spec
 from jchop.formats import ElementFormat, FloatFormat, ScaledFormat
-from jchop.formats._catalogue import binary32
 from jchop.formats.rounding import Overflow, Rounding
 
 # == the unit ==========================================================================================================
@@ -207,9 +207,8 @@ def _significands_and_exponents(x: Array, emin: int) -> tuple[Array, Array]:
     fraction = (fraction << (FLOAT32.fraction - lead)) & bit_ops.low_mask(FLOAT32.fraction)
     s = bits_to_float(fraction | FLOAT32.bias << FLOAT32.fraction)
     e = jnp.maximum(field, 1) - FLOAT32.bias - (FLOAT32.fraction - lead)
-    s = jnp.where(magnitude == 0, np.float32(0), s * _power_or_zero(jnp.minimum(e - emin, 0)))
-    bits = float_to_bits(s) | sign
-    s = jnp.where(field == 2 * FLOAT32.bias + 1, x, bits_to_float(bits))
+    s = s * _power_or_zero(jnp.where(magnitude == 0, -FLOAT32.bias, jnp.minimum(e - emin, 0)))
+    s = jnp.where(field == 2 * FLOAT32.bias + 1, x, bits_to_float(float_to_bits(s) | sign))
     return s, jnp.where(magnitude == 0, _ZERO_EXPONENT, jnp.maximum(e, emin))
 
 
@@ -294,9 +293,8 @@ def _limbs_of_long_product(
 def _accumulator_parts(c: Array) -> tuple[Array, Array, Array]:
     """Whether c is negative, its significand as an integer, and its exponent."""
     sign, magnitude = bit_ops.split_sign(c, FLOAT32)
-    field = magnitude >> FLOAT32.fraction
-    count = magnitude & bit_ops.low_mask(FLOAT32.fraction) | jnp.where(field > 0, 1 << FLOAT32.fraction, 0)
-    return sign != 0, count, jnp.maximum(field, 1) - FLOAT32.bias
+    exponent, count = exponent_and_significand(magnitude, FLOAT32)
+    return sign != 0, count, exponent
 
 
 def _exponent_of_sum(count: Array, exponent: Array, unit: TensorCoreUnit) -> Array:
@@ -563,7 +561,7 @@ def _sum_of_products_first(
 
 def _round_double_sum(v: Array, spec: Spec | None) -> Array:
     """`v` rounded once; beyond float32 it is infinite, unless the spec saturates."""
-    spec = Spec(binary32) if spec is None else spec
+    spec = CARRIER_SPECS["float32"] if spec is None else spec
     out = round_to_spec(v, spec, FLOAT64)
     if spec.overflow is Overflow.IEEE and isinstance(spec.format, FloatFormat) and spec.format.has_inf:
         sign, magnitude = bit_ops.split_sign(v, FLOAT64)

@@ -118,6 +118,17 @@ def extend_exponent(magnitude: Array, carrier: Carrier) -> Array:
     return bit_ops.lax_where(magnitude < 1 << carrier.fraction, subnormal_bits, magnitude)
 
 
+def significand(magnitude: Array, carrier: Carrier) -> Array:
+    """The significand of magnitude bits as an integer, its leading bit included."""
+    normal = (magnitude >> carrier.fraction > 0).astype(magnitude.dtype)
+    return magnitude & bit_ops.low_mask(carrier.fraction) | normal << carrier.fraction
+
+
+def exponent_and_significand(magnitude: Array, carrier: Carrier) -> tuple[Array, Array]:
+    """Exponent, at least the exponent of the smallest normal value, and significand with its leading bit."""
+    return jnp.maximum(magnitude >> carrier.fraction, 1) - carrier.bias, significand(magnitude, carrier)
+
+
 # -- floating-point formats --------------------------------------------------------------------------------------------
 
 
@@ -285,9 +296,10 @@ def pack_codes(codes: Array, bits: int) -> Array:
     if bits == 8:
         return codes.astype(jnp.uint8)
     unit, unit_bytes = _packing_unit(bits)
-    groups = _split_last_axis(codes.astype(jnp.uint8), unit)
+    last = codes.ndim - 1
     starts = bits * np.arange(unit) - 8 * np.arange(unit_bytes)[:, None]
-    return _merge_last_axes(_shift_and_combine(groups, starts))[..., : packed_size(codes.shape[-1], bits)]
+    code_bytes = _shift_and_combine(split_groups(codes.astype(jnp.uint8), unit, last), starts)
+    return join_groups(code_bytes, last, packed_size(codes.shape[-1], bits))
 
 
 def unpack_codes(code_bytes: Array, bits: int, count: int) -> Array:
@@ -307,6 +319,7 @@ def unpack_codes(code_bytes: Array, bits: int, count: int) -> Array:
     """
     if bits == 8:
         return code_bytes
+    last = code_bytes.ndim - 1
     whole = 8 % bits == 0 and code_bytes.shape[-1] % 4 == 0 and code_bytes.shape[-1] * 8 == count * bits
     whole = whole and not bit_ops.axes_cut_by_sharding(code_bytes, [*[1] * (code_bytes.ndim - 1), 4])
     if whole and are_static(code_bytes.shape):  # XLA has no shape for words of symbolic ones
@@ -315,11 +328,11 @@ def unpack_codes(code_bytes: Array, bits: int, count: int) -> Array:
             code_bytes.reshape(*code_bytes.shape[:-1], code_bytes.shape[-1] // 4, 4), jnp.int32
         )
         shifts = np.arange(0, 32, bits, dtype=np.int32)
-        return _merge_last_axes(words[..., None] >> shifts & bit_ops.low_mask(bits)).astype(jnp.uint8)
+        return join_groups(words[..., None] >> shifts & bit_ops.low_mask(bits), last, count).astype(jnp.uint8)
     unit, unit_bytes = _packing_unit(bits)
-    groups = _split_last_axis(code_bytes, unit_bytes)
     starts = 8 * np.arange(unit_bytes) - bits * np.arange(unit)[:, None]
-    return _merge_last_axes(_shift_and_combine(groups, starts) & np.uint8(bit_ops.low_mask(bits)))[..., :count]
+    codes = _shift_and_combine(split_groups(code_bytes, unit_bytes, last), starts)
+    return join_groups(codes & np.uint8(bit_ops.low_mask(bits)), last, count)
 
 
 def _packing_unit(bits: int) -> tuple[int, int]:
@@ -327,17 +340,20 @@ def _packing_unit(bits: int) -> tuple[int, int]:
     return 8 // math.gcd(8, bits), bits // math.gcd(8, bits)
 
 
-def _split_last_axis(row: Array, size: int) -> Array:
-    """The last axis in groups of `size`; the last group is filled with zeros."""
-    row = bit_ops.gather_cut_axes(row, [*[1] * (row.ndim - 1), size])
-    missing = -row.shape[-1] % size
+def split_groups(x: Array, size: int, axis: int) -> Array:
+    """An array with an axis, from 0, split into groups, the last of which is filled up with zeros."""
+    x = bit_ops.gather_cut_axes(x, [size if i == axis else 1 for i in range(x.ndim)])
+    missing = -x.shape[axis] % size
     if missing:
-        row = jnp.pad(row, [(0, 0)] * (row.ndim - 1) + [(0, missing)])
-    return row.reshape(*row.shape[:-1], row.shape[-1] // size, size)
+        x = jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
+    return x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
 
 
-def _merge_last_axes(groups: Array) -> Array:
-    return groups.reshape(*groups.shape[:-2], groups.shape[-2] * groups.shape[-1])
+def join_groups(groups: Array, axis: int, length: int) -> Array:
+    """The inverse of `split_groups`, for an axis of a length."""
+    shape = groups.shape
+    joined = groups.reshape(*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
+    return joined if joined.shape[axis] == length else lax.slice_in_dim(joined, 0, length, axis=axis)
 
 
 def _shift_and_combine(groups: Array, starts: np.ndarray) -> Array:

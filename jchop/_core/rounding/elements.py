@@ -14,6 +14,7 @@ from jax import Array
 from jchop._common import bit_ops
 from jchop._common.bit_ops import Carrier
 from jchop._core.rounding.codebooks import round_codebook, round_log_takum
+from jchop._core.rounding.codes import exponent_and_significand
 from jchop._core.rounding.grid import Grid, make_grid
 from jchop._core.rounding.modes import INWARD_OVERFLOW, NEGATIVE_TO_SMALLEST, round_magnitude
 from jchop._spec.spec import Spec
@@ -129,9 +130,8 @@ def _wrap_to_range(sign: Array, rounded_bits: Array, fmt: UniformFormat, carrier
     matter.
     """
     width, fraction = carrier.work_width, carrier.fraction
-    field = rounded_bits >> fraction
-    count = rounded_bits & bit_ops.low_mask(fraction) | bit_ops.lax_where(field > 0, 1 << fraction, 0)
-    exponent = jnp.maximum(field, 1) - carrier.bias - fraction
+    exponent, count = exponent_and_significand(rounded_bits, carrier)
+    exponent = exponent - fraction
     # If the last place of c is below one quantum, its low bits are zero, because the value is a whole number of quanta.
     spare = bit_ops.lax_clip(-fmt.frac_bits - exponent, 0, fraction + 1)
     count, exponent = count >> spare, exponent + spare

@@ -27,6 +27,9 @@ from jchop._spec.spec import Spec
 from jchop.formats._tapered import HIF8_INFINITY, HIF8_STARTS
 from jchop.formats.rounding import Overflow, Rounding
 
+#: The rounding to each carrier, to nearest even.
+CARRIER_SPECS = {name: Spec(name) for name in CARRIERS}
+
 
 @dataclass(frozen=True)
 class Grid:

@@ -195,12 +195,12 @@ def flat_index(shape: Sequence[int], offset: Any = 0, base: int = 0) -> tuple[Ar
         return jnp.broadcast_to(low, shape), 0 if last <= _WORD_MASK else first >> 32
     total = (_uint32(first), _uint32(first >> 32))
     for start, stride in traced_starts:
-        total = _add_word_pairs(total, _multiply_word_pair(_split_index(start), stride))
+        total = add_word_pairs(total, _multiply_word_pair(split_index(start), stride))
     if reach <= _WORD_MASK:
-        total = _add_word_pairs(total, (_low_sum(steps, 0), _uint32(0)))
+        total = add_word_pairs(total, (_low_sum(steps, 0), _uint32(0)))
     else:
         for step, stride in steps:
-            total = _add_word_pairs(total, _multiply_word_pair((step, _uint32(0)), stride))
+            total = add_word_pairs(total, _multiply_word_pair((step, _uint32(0)), stride))
     return jnp.broadcast_to(total[0], shape), jnp.broadcast_to(total[1], shape)
 
 
@@ -235,13 +235,13 @@ def _low_sum(terms: Sequence[tuple[Any, int]], constant: int) -> Any:
     return jnp.zeros((), jnp.uint32) if total is None else total
 
 
-def _split_index(value: Array) -> _WordPair:
+def split_index(value: Array) -> _WordPair:
     """The words of a nonnegative traced integer."""
     high = (value >> 32).astype(jnp.uint32) if value.dtype.itemsize == 8 else _uint32(0)
     return value.astype(jnp.uint32), high
 
 
-def _add_word_pairs(a: _WordPair, b: _WordPair) -> _WordPair:
+def add_word_pairs(a: _WordPair, b: _WordPair) -> _WordPair:
     """The sum modulo 2**64; the carry is written without a comparison, for kernels."""
     low = a[0] + b[0]
     carry = ((a[0] & b[0]) | ((a[0] | b[0]) & ~low)) >> _uint32(31)
@@ -284,11 +284,8 @@ def draw_words(
     seeds: Sequence[Array], shape: tuple[int, ...], place: StreamOffset, starts: Sequence[Array], width: int
 ) -> Array:
     """A word of `width` bits, 32 or 64, for each element of an array of `shape`."""
-    words = stream_words(seeds, place.shape or shape, place.offset(starts), width, place.base)
-    if width == 32:
-        return words.reshape(shape)
-    high, low = (half.astype(jnp.uint64) for half in words)
-    return ((high << 32) | low).reshape(shape)
+    index = flat_index(place.shape or shape, place.offset(starts), place.base)
+    return random_words_of_width(seeds, *index, width).reshape(shape)
 
 
 def words_like(x: Array, seeds_and_starts: Sequence[Array], place: StreamOffset) -> Array:

@@ -23,7 +23,7 @@ from jchop._common import bit_ops
 from jchop._common.bit_ops import CARRIERS, FLOAT32, Carrier
 from jchop._common.checks import check
 from jchop._core.arithmetic import double_word, float64
-from jchop._core.arithmetic.basic import divide_and_round, multiply_and_round
+from jchop._core.arithmetic.basic import multiply_and_round
 from jchop._core.arithmetic.double_word import (
     Divisor,
     divisor_bits,
@@ -52,12 +52,12 @@ from jchop._core.rounding.codes import (
     extend_exponent,
 )
 from jchop._core.rounding.elements import overflow_mask, round_to_spec
-from jchop._core.rounding.grid import require_carrier
+from jchop._core.rounding.grid import CARRIER_SPECS, require_carrier
 from jchop._core.xla.backend import PORTABLE, Backend
 from jchop._core.xla.sizes import if_static
 from jchop._spec.spec import Gradient, Spec
 from jchop.formats import CodebookFormat, ElementFormat, FloatFormat, ScaledFormat
-from jchop.formats._catalogue import bfloat16, binary16, binary32, binary64
+from jchop.formats._catalogue import binary16, binary32
 from jchop.formats.rounding import Overflow
 from jchop.formats.scaled.scale_rules import ScaleRule
 
@@ -69,9 +69,7 @@ Encoding = Literal["integers", "floats", "thresholds", "codebooks", "exact"]
 Decoding = Literal["integers", "floats", "codebooks", "level_products", "exact"]
 
 #: Scale formats whose scales are stored as numbers of a dtype; others are stored as codes.
-_SCALE_NUMBER_DTYPES = {binary16: "float16", bfloat16: "bfloat16", binary32: "float32", binary64: "float64"}
-#: The format of a carrier.
-_OWN_FORMATS = {"float32": binary32, "float64": binary64}
+_SCALE_NUMBER_DTYPES: dict[ElementFormat, str] = {spec.format: name for name, spec in CARRIER_SPECS.items()}
 #: The format of the scale of a whole tensor.
 TENSOR_SCALE = binary32
 #: The safe range of scales: from 2^-SAFE_EXPONENT to 2^SAFE_EXPONENT.
@@ -117,6 +115,11 @@ class ScaledPlan:
     def compute(self) -> Carrier:
         """The carrier of the arithmetic: float32 also for 16-bit data."""
         return CARRIERS["float64" if self.carrier.width == 64 else "float32"]
+
+    @cached_property
+    def narrow_spec(self) -> Spec | None:
+        """The rounding of float32 results to a 16-bit carrier; None for another carrier."""
+        return CARRIER_SPECS[self.carrier.name] if self.carrier.width == 16 else None
 
     @cached_property
     def rule(self) -> ScaleRule:
@@ -374,7 +377,7 @@ def round_scales(
     """
     pairs = zip(ends, plan.divisors if divisors is None else divisors, strict=True)
     if tensor is None:
-        quotients = [_divide_by_constant(end, divisor, plan) for end, divisor in pairs]
+        quotients = [_divide_by_constant(end, divisor, scale_rounding(plan), plan) for end, divisor in pairs]
     else:
         quotients = [_divide_by_tensor_scale(end, tensor, divisor, plan) for end, divisor in pairs]
     bits = quotients[0] if len(quotients) == 1 else jnp.maximum(*quotients)
@@ -412,18 +415,8 @@ def scale_rounding(plan: ScaledPlan) -> Spec:
     return Spec(plan.scale, overflow=Overflow.IEEE if plan.fmt.nan_block else Overflow.SATURATE)
 
 
-def _divide_by_constant(largest: Array, divisor: Fraction, plan: ScaledPlan) -> Array:
-    compute, spec = plan.compute, scale_rounding(plan)
-    bits = _divide_by_short_constant(largest, divisor, spec, plan)
-    if bits is not None:
-        return bits
-    x, whole = number_of_magnitude(largest, compute), range_of(None, compute)
-    quotient = divide_and_round(x, jnp.full_like(x, float(divisor)), spec, compute, None, whole, whole)
-    return bit_ops.split_sign(quotient, compute)[1]
-
-
-def _divide_by_short_constant(largest: Array, divisor: Fraction, spec: Spec, plan: ScaledPlan) -> Array | None:
-    """Finite magnitudes over a divisor of few bits, rounded to nearest even under a spec; else None.
+def _divide_by_constant(largest: Array, divisor: Fraction, spec: Spec, plan: ScaledPlan) -> Array:
+    """Finite magnitudes over a divisor, rounded to nearest even under a spec.
 
     Quotients may be beyond the range of the format, where the caller clips them.
     """
@@ -431,9 +424,11 @@ def _divide_by_short_constant(largest: Array, divisor: Fraction, spec: Spec, pla
     fmt = spec.format
     if isinstance(fmt, FloatFormat) and _divides_in_float64(divisor, fmt, plan):
         return float64.quotient_bits(largest, divisor, fmt)
-    own = spec.format == _OWN_FORMATS[carrier.name]
+    own = spec.format == CARRIER_SPECS[carrier.name].format
     if not (is_short_divisor(count, carrier) and (own or has_spare_bits(spec.format, carrier))):
-        return None
+        x = number_of_magnitude(largest, carrier)  # the carrier may not hold the divisor
+        exact = double_word.divide_exactly(x, jnp.full_like(x, float(count)), carrier, 2, -exponent)
+        return bit_ops.split_sign(round_exact(exact, spec, carrier, None), carrier)[1]
     bits = quotient_by_constant(largest, count, exponent, carrier, odd=not own)
     if not own:
         return bit_ops.split_sign(round_to_spec(number_of_magnitude(bits, carrier), spec, carrier), carrier)[1]
@@ -482,15 +477,8 @@ def tensor_scale(x: Array, plan: ScaledPlan) -> Array:
     magnitude = bit_ops.split_sign(x, compute)[1]
     largest = largest_finite_magnitude(magnitude, tuple(range(x.ndim)), plan).reshape(())
     divisor = plan.rule.top(plan.scale) * Fraction(plan.element.format.max)
-    spec = Spec(TENSOR_SCALE, overflow=Overflow.SATURATE)
-    bits = _divide_by_short_constant(largest, divisor, spec, plan)
-    if bits is None:  # the carrier may not hold the divisor
-        count, exponent = divisor_parts(divisor)
-        whole = jnp.full((), float(count), compute.name)
-        exact = double_word.divide_exactly(number_of_magnitude(largest, compute), whole, compute, 2, -exponent)
-        quotient = round_exact(exact, spec, compute, None)
-    else:
-        quotient = number_of_magnitude(jnp.minimum(bits, compute.inf - 1), compute)
+    bits = _divide_by_constant(largest, divisor, Spec(TENSOR_SCALE, overflow=Overflow.SATURATE), plan)
+    quotient = number_of_magnitude(jnp.minimum(bits, compute.inf - 1), compute)
     codes = encode_elements(quotient, TENSOR_SCALE, compute).astype(jnp.int32)
     result = bits_to_float(jnp.maximum(codes, 1))
     return bit_ops.lax_where(largest == 0, jnp.float32(1), result)
@@ -557,10 +545,6 @@ def _bits_of_exponents(exponent: Array, plan: ScaledPlan) -> Array:
 
 
 # == elements ==========================================================================================================
-
-
-#: The formats of the 16-bit carriers, to which results of float32 are rounded.
-NARROW_SPECS = {"float16": Spec(binary16), "bfloat16": Spec(bfloat16)}
 
 
 # -- dtypes ------------------------------------------------------------------------------------------------------------
@@ -653,12 +637,11 @@ def _scale_divisor(scales: BlockScales, plan: ScaledPlan) -> Divisor:
 def multiply_by_scales(elements: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     """The products s e rounded once to nearest, ties to even, as numbers of the plan's carrier."""
     compute = plan.compute
-    spec = NARROW_SPECS.get(plan.carrier.name)
     if plan.is_power:
         result = multiply_by_power(elements, scales.value, compute)
-        result = result if spec is None else round_to_spec(result, spec, compute)
+        result = result if plan.narrow_spec is None else round_to_spec(result, plan.narrow_spec, compute)
     else:
-        result = _multiply_by_any_scales(elements, scales, spec, plan)
+        result = _multiply_by_any_scales(elements, scales, plan)
     return narrow_16_bit(put_nan(result, scales.nan, compute), plan.carrier)
 
 
@@ -672,8 +655,8 @@ def put_nan(x: Array, where: Array | None, carrier: Carrier) -> Array:
     )
 
 
-def _multiply_by_any_scales(elements: Array, scales: BlockScales, spec: Spec | None, plan: ScaledPlan) -> Array:
-    compute = plan.compute
+def _multiply_by_any_scales(elements: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
+    compute, spec = plan.compute, plan.narrow_spec
     if scales.tensor is not None:
         # The product of the two scales may be beyond either end of the carrier's range.
         whole = _scale_divisor(scales, plan)

@@ -11,6 +11,7 @@ from jax import Array, lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import CARRIERS, gather_cut_axes
+from jchop._core.rounding.codes import join_groups, split_groups
 from jchop.formats import ScaledFormat
 from jchop.formats.scaled.scaled import sparse_length
 
@@ -132,13 +133,13 @@ def largest_mask(keys: tuple[Array, ...], n: int, m: int) -> Array:
         m: of how many.
     """
     count = len(keys[0])
-    groups = [_split_sparse_groups(key, m, 0) for key in keys]
+    groups = [split_groups(key, m, 0) for key in keys]
     place = np.arange(m).reshape(m, *(1,) * (keys[0].ndim - 1))
     before = jnp.asarray(place[None, None] < place[None, :, None])  # (1, own, other, ...)
     for key in reversed(groups):
         own, other = key[:, :, None], key[:, None]
         before = (other > own) | ((other == own) & before)
-    return _join_sparse_groups(before.sum(2) < n, 0, count)
+    return join_groups(before.sum(2) < n, 0, count)
 
 
 def gather_sparse(entries: Array, mask: Array, sparse: tuple[int, int], axis: int) -> Array:
@@ -151,12 +152,12 @@ def gather_sparse(entries: Array, mask: Array, sparse: tuple[int, int], axis: in
         axis: of the groups, from 0.
     """
     (n, m), length = sparse, entries.shape[axis]
-    which, own = _split_sparse_groups(mask, m, axis), _split_sparse_groups(entries, m, axis)
+    which, own = split_groups(mask, m, axis), split_groups(entries, m, axis)
     rank = bit_ops.lax_where(which, _ranks_in_groups(which, axis + 1), n)
     number = np.arange(n).reshape(n, *(1,) * (entries.ndim - axis))
     match = jnp.expand_dims(rank, axis + 1) == number  # (..., groups, n, m, ...)
     result = bit_ops.lax_where(match, jnp.expand_dims(own, axis + 1), 0).sum(axis + 2, dtype=entries.dtype)
-    return _join_sparse_groups(result, axis, sparse_length(sparse, length))
+    return join_groups(result, axis, sparse_length(sparse, length))
 
 
 def scatter_sparse(values: Array, mask: Array, sparse: tuple[int, int], axis: int) -> Array:
@@ -165,26 +166,11 @@ def scatter_sparse(values: Array, mask: Array, sparse: tuple[int, int], axis: in
     Differentiable in `values`.
     """
     (n, m), length = sparse, mask.shape[axis]
-    which, own = _split_sparse_groups(mask, m, axis), _split_sparse_groups(values, n, axis)
+    which, own = split_groups(mask, m, axis), split_groups(values, n, axis)
     rank = _ranks_in_groups(which, axis + 1)
     each = [lax.slice_in_dim(own, i, i + 1, axis=axis + 1) for i in range(n)]
     result = reduce(lambda result, i: bit_ops.lax_where(rank >= i, each[i], result), range(1, n), each[0])
-    return _join_sparse_groups(jnp.broadcast_to(result, rank.shape), axis, length)
-
-
-def _split_sparse_groups(x: Array, size: int, axis: int) -> Array:
-    """An array with an axis split into groups, the last of which is filled up with zeros."""
-    x = gather_cut_axes(x, [size if i == axis else 1 for i in range(x.ndim)])
-    missing = -x.shape[axis] % size
-    if missing:
-        x = jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
-    return x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
-
-
-def _join_sparse_groups(x: Array, axis: int, length: int) -> Array:
-    """The inverse of `_split_sparse_groups`, for an axis of a length."""
-    result = x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
-    return lax.slice_in_dim(result, 0, length, axis=axis)
+    return join_groups(jnp.broadcast_to(result, rank.shape), axis, length)
 
 
 def _ranks_in_groups(which: Array, axis: int) -> Array:

@@ -123,7 +123,7 @@ def is_beyond_ends(x: Array, wholes: Array, plan: ScaledPlan) -> Array:
 
 def add_zero_points(values: Array, scales: BlockScales, zero: Array, plan: ScaledPlan) -> Array:
     """The sums s e + z rounded once to nearest, ties to even, as numbers of the plan's carrier."""
-    compute, spec = plan.compute, elements.NARROW_SPECS.get(plan.carrier.name)
+    compute, spec = plan.compute, plan.narrow_spec
     scale = jnp.broadcast_to(number_of_magnitude(scale_magnitude(scales, plan), compute), values.shape)
     own = range_of(Spec(plan.scale), compute)
     whole = values.astype(compute.name)

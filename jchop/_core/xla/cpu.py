@@ -35,15 +35,14 @@ class Quirk:
         name: its name in other files and tests.
         symptom: the wrong bits, or the slow code, of a plain program.
         workaround: the workaround of jchop, and its place.
-        versions_with: the versions of jaxlib, as major and minor number, on which the test has shown the symptom.
-        versions_without: the versions on which the test has shown no symptom.
+        versions_without: the versions of jaxlib, as major and minor number, on which the test has shown no symptom.
+            It has shown it on the others that are tested.
         benchmark_only: whether the program does not show it; then `benchmarks/quirks.py` measures it, and no test.
     """
 
     name: str
     symptom: str
     workaround: str
-    versions_with: tuple[str, ...] = ("0.10", "0.12")
     versions_without: tuple[str, ...] = ()
     benchmark_only: bool = False
 
@@ -70,7 +69,6 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
         "constants_of_sums_combined",
         "(x + a) - a with a constant a is x.",
         "a is a multiple of the scale (`_core/scaled/tiles.py`).",
-        versions_with=("0.10",),
         versions_without=("0.12",),
     ),
     Quirk(
@@ -99,7 +97,6 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
         "signalling_nan_becomes_quiet",
         "An operation on bfloat16 makes a signalling NaN quiet where nothing should change.",
         "The tests take every NaN for the same.",
-        versions_with=("0.10",),
         versions_without=("0.12",),
     ),
     Quirk(
@@ -117,7 +114,6 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
         "barriers_removed_before_fusion",
         "An `optimization_barrier` does not keep operations from being fused: a scale is computed for every element.",
         "`materialize_per_group`.",
-        versions_with=("0.10",),
         versions_without=("0.12",),
     ),
     Quirk(
@@ -125,7 +121,6 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
         "The weights of all layers are unpacked before the first product, also with a barrier between layers, so that "
         "all of them are in memory together.",
         "`compute_after` (`unshard` in `distributed/_parts.py`).",
-        versions_with=("0.10",),
         versions_without=("0.12",),
     ),
     Quirk(
@@ -196,7 +191,6 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
         "tall_integers_read_in_columns",
         "A product of int8 with 4,096 rows of weights or more takes up to six times the time of its parts of 512 rows.",
         "`suits_panels` in `_quantized/products/code_products.py`.",
-        versions_with=("0.10",),
         versions_without=("0.12",),
         benchmark_only=True,
     ),
@@ -206,7 +200,6 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
         "Barriers between the stages (`_barrier_unless_nearest` in `_core/matmul/operations.py`, `_scales_of_ranges` "
         "in `_core/scaled/zero_points.py`). Places among nodes in memory (`interp` in `math/_composed.py`), and the "
         "mean in a variance (`math/_reductions.py`).",
-        versions_with=("0.12",),
         versions_without=("0.10",),
         benchmark_only=True,
     ),

@@ -19,14 +19,12 @@ GPU_QUIRKS = (
         "Products of int8 with sums of 6 or 37 numbers: each result is twice the sum. These are no multiples of 4, so "
         "XLA multiplies by a Triton kernel, in steps of 16; the unit's steps are of 32.",
         "`pad_to_whole_words`: zeros fill up the sum to a multiple of 16, so that cuBLAS can be chosen.",
-        versions_with=("0.11",),
     ),
     Quirk(
         "float8_without_tiles_at_highest_precision",
         "A product of float8 with `Precision.HIGHEST` is not compiled by Triton in tiles of 64 rows or more, those of "
         "the units for float8.",
         "`dot_precision`: HIGH, with which cuBLAS does not sum in fewer bits either.",
-        versions_with=("0.12",),
         versions_without=("0.10",),
     ),
     Quirk(
@@ -34,7 +32,6 @@ GPU_QUIRKS = (
         "In a kernel of Pallas-Triton a product of float8 with float32 sums is one of float16 on the H200: Pallas asks "
         "for exact sums, and its public names cannot ask for others.",
         "`_kernels/products/product_of_blocks_gpu.py`: a rule of its own for Pallas, which asks for their sums.",
-        versions_with=("0.10", "0.12"),
     ),
 )
 

@@ -25,7 +25,7 @@ from jchop._emulate.rules import linalg
 from jchop._round.arguments import Key, as_array, as_operands, carrier_of_dtype, rounding_key, run_on_operands
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Gradient, Spec, SpecLike, as_spec
-from jchop.math._call import as_dtype
+from jchop.math._call import as_dtype, broadcast_shape
 
 # == calls: rounded operands, the arithmetic, and an error for derivatives =============================================
 
@@ -72,20 +72,14 @@ def evaluate_systems(
         check(spec.gradient == Gradient(), f"{name}={str(spec)!r} has a gradient, and this function has no derivative")
     stochastic = next(filter(spec_draws, checked_specs.values()), None)
     key = rounding_key(key, stochastic is not None, stochastic)
-    batch = _batch_shape(names, arrays, core_ndims)
+    shapes = ", ".join(f"{name} {array.shape}" for name, array in zip(names, arrays, strict=True))
+    batch = broadcast_shape(
+        f"the leading axes of the operands do not broadcast: {shapes}",
+        *(array.shape[: array.ndim - core_ndim] for array, core_ndim in zip(arrays, core_ndims, strict=True)),
+    )
     first = (function, checked_specs[rounding], tuple(checked_specs.values()), len(arrays))
     traced = partial(_traced_systems, StaticPartial(_evaluate_system, first), tuple(core_ndims), batch)
     return run_on_operands(traced, (*arrays, *constants), key)
-
-
-def _batch_shape(names: Sequence[str], arrays: Sequence[Any], core_ndims: Sequence[int]) -> tuple[int, ...]:
-    """The shape of a batch of systems, () for one."""
-    outer_shapes = [array.shape[: array.ndim - core_ndim] for array, core_ndim in zip(arrays, core_ndims, strict=True)]
-    try:
-        return np.broadcast_shapes(*outer_shapes)
-    except ValueError:
-        shapes = ", ".join(f"{name} {array.shape}" for name, array in zip(names, arrays, strict=True))
-        raise ValueError(f"the leading axes of the operands do not broadcast: {shapes}") from None
 
 
 @partial(always_jit, static_argnums=(0, 1, 2), inline=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -121,15 +122,35 @@ class _KrylovPlan:
         if not b.size:
             return jnp.zeros_like(b), jnp.zeros((*b.shape[1:], self.maxiter * self.restart + 1), b.dtype)
         tol, atol = tol.astype(b.dtype), atol.astype(b.dtype)
-        system = _KrylovSystem(maps["a"], maps.get("M"), b, x0, tol, atol, self.maxiter, self.restart)
-        if b.ndim == 1:
+
+        def solve(b: Array, x0: Array | None, arithmetic: SpecArithmetic) -> tuple[Array, Array]:
+            system = _KrylovSystem(maps["a"], maps.get("M"), b, x0, tol, atol, self.maxiter, self.restart)
             return self.method(system, arithmetic)
 
-        def column(j: Array, b: Array, x0: Array | None) -> tuple[Array, Array]:
-            return self.method(replace(system, b=b, x0=x0), arithmetic.at(j))
+        return _for_each_column(solve, (b, x0), (arithmetic,), (1, 0))
 
-        solve_columns = jax.vmap(column, (0, 1, None if x0 is None else 1), (1, 0))
-        return solve_columns(jnp.arange(b.shape[1], dtype=jnp.uint32), b, x0)
+
+def _for_each_column(
+    solve: Callable[..., Any], operands: Sequence[Array | None], arithmetics: Sequence[SpecArithmetic], out_axes: Any
+) -> Any:
+    """``solve(*operands, *arithmetics)`` of vectors, or of each column of matrices, which draws as a loop's iteration.
+
+    Args:
+        solve: a function of vectors and arithmetics.
+        operands: the first is the right-hand side; others may be None.
+        arithmetics: the arithmetics.
+        out_axes: the axes of the columns in the results.
+    """
+    first = operands[0]
+    assert first is not None
+    if first.ndim == 1:
+        return solve(*operands, *arithmetics)
+
+    def column(j: Array, *operands: Array | None) -> Any:
+        return solve(*operands, *(arithmetic.at(j) for arithmetic in arithmetics))
+
+    axes = (None if operand is None else 1 for operand in operands)
+    return jax.vmap(column, (0, *axes), out_axes)(jnp.arange(first.shape[1], dtype=jnp.uint32), *operands)
 
 
 @dataclass(frozen=True)
@@ -441,15 +462,6 @@ def _givens_rotation(ops: SpecArithmetic, a: Array, b: Array) -> tuple[Array, Ar
 # == iterative refinement ==============================================================================================
 
 
-@dataclass(frozen=True)
-class _RefinementPlan:
-    """The static data of a refinement."""
-
-    method: str
-    steps: int
-    inner: int
-
-
 @call_hint("refine(a, b, factor='binary16', working='binary32', residual='binary64')")
 def refine(
     a: Any,
@@ -508,29 +520,25 @@ def refine(
     check_choice("method", method, ("lu", "gmres"))
     a, b = as_array("a", a), as_array("b", b)
     b_ndim = right_side_axes(b, matrix_order(a))
-    plan = _RefinementPlan(method, check_int("steps", steps, 0), check_int("inner", inner, 1))
+    steps, inner = check_int("steps", steps, 0), check_int("inner", inner, 1)
     specs = {"factor": factor, "working": working, "residual": residual}
-    iterates = StaticPartial(_refinement_iterates, (plan,))
+    iterates = StaticPartial(_refinement_iterates, (steps, inner if method == "gmres" else None))
     return evaluate_systems(iterates, "ab", (a, b), (2, b_ndim), specs, key, rounding="working")
 
 
-def _refinement_iterates(
-    plan: _RefinementPlan, factor: SpecArithmetic, working: SpecArithmetic, residual: SpecArithmetic, a: Array, b: Array
-) -> Array:
+def _refinement_iterates(steps: int, inner: int | None, *arithmetics_and_operands: Any) -> Array:
+    """The iterates; `inner` is the number of GMRES steps, None without GMRES."""
+    *arithmetics, a, b = arithmetics_and_operands
     if not b.size:
-        return jnp.zeros((plan.steps + 1, *b.shape), b.dtype)
+        return jnp.zeros((steps + 1, *b.shape), b.dtype)
+    factor = arithmetics[0]
     lu_matrix, p, _ = factor_lu(factor, factor.rounded(a))
-    if b.ndim == 1:
-        return _column_iterates(plan, (a, lu_matrix, p), b, factor, working, residual)
-
-    def column(j: Array, b: Array) -> Array:
-        return _column_iterates(plan, (a, lu_matrix, p), b, factor.at(j), working.at(j), residual.at(j))
-
-    return jax.vmap(column, (0, 1), 2)(jnp.arange(b.shape[1], dtype=jnp.uint32), b)
+    return _for_each_column(partial(_column_iterates, steps, inner, (a, lu_matrix, p)), (b,), arithmetics, 2)
 
 
 def _column_iterates(
-    plan: _RefinementPlan,
+    steps: int,
+    inner: int | None,
     matrix: tuple[Array, Array, Array],
     b: Array,
     factor: SpecArithmetic,
@@ -546,7 +554,7 @@ def _column_iterates(
         return solve_with_factors(ops, lu_matrix, ops.rounded(r[p] / scale)) * scale
 
     def update(factor_ops: SpecArithmetic, ops: SpecArithmetic, residual_ops: SpecArithmetic, r: Array) -> Array:
-        if plan.method == "lu":
+        if inner is None:
             return ops.rounded(from_factors(factor_ops, r))
         scale = _residual_scale(r)
 
@@ -555,7 +563,7 @@ def _column_iterates(
             return inner_ops.rounded(solve_with_factors(high_ops, lu_matrix, high_ops.matmul(a, v)[p]))
 
         rhs = ops.rounded(solve_with_factors(residual_ops, lu_matrix, (r / scale)[p]))
-        return ops.rounded(minimal_residual(ops, image, rhs, plan.inner)[0] * scale)
+        return ops.rounded(minimal_residual(ops, image, rhs, inner)[0] * scale)
 
     def body(x: Array, i: Array) -> tuple[Array, Array]:
         factor_ops, ops, residual_ops = factor.at(i), working.at(i), residual.at(i)
@@ -565,7 +573,7 @@ def _column_iterates(
 
     start = from_factors(factor, b)
     x = working.rounded(jnp.where(jnp.isfinite(start).all(), start, 0))
-    _, iterates = lax.scan(body, x, jnp.arange(plan.steps, dtype=jnp.uint32))
+    _, iterates = lax.scan(body, x, jnp.arange(steps, dtype=jnp.uint32))
     return jnp.concatenate([x[None], iterates])
 
 
