@@ -48,7 +48,7 @@ class ProductRoundings:
 
     `stored_only`: whether codes are multiplied only of a right operand alone that is read as it is stored.
     `skip_weight_rotation`: whether a right operand that is rounded already was rotated before, if there is a rotation
-    of the product.
+    of the product. `weight`: in a program the number of the operand that is the weight; -1 for a product of data.
     """
 
     left: Spec | None = None
@@ -62,6 +62,7 @@ class ProductRoundings:
     codes: bool = False
     stored_only: bool = False
     skip_weight_rotation: bool = False
+    weight: int = -1
 
     def for_operand(self, product: AnyProduct, shape: tuple[int, ...]) -> ProductRoundings:
         """These, without codes if a right operand of a shape is not read as it is stored and has to be."""
@@ -169,7 +170,7 @@ def contract(
     """
     roundings = roundings.for_operand(product, w.shape)
     try:
-        alike = replace(roundings, place=NO_LOCATION)
+        alike = replace(roundings, place=NO_LOCATION, weight=-1)
         return _contract_operands(product, alike, x, w, forms)
     except Exception as error:
         error.add_note(f"This is of the {roundings.place}.")

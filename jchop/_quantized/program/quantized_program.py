@@ -126,7 +126,7 @@ class QuantizedProgram:
     def lazy_params(self) -> dict[int, LazyParam]:
         """How a run takes each parameter that is rounded, without its numbers."""
         params, found = {}, ((step, self.runner.roundings.get(id(step))) for step, _ in self.products)
-        coded_leaves = {use.leaf for step, how in found if how and how[0].codes for use in step.param_uses}
+        coded_leaves = {use.leaf for step, how in found if how and how.codes for use in step.param_uses}
         for leaf, (placement, use) in self.placements.items():
             rule = self.rule_of(leaf)
             by_codes = use.kind == "product" and (rule.product == "codes" or leaf in coded_leaves)
@@ -179,7 +179,7 @@ class QuantizedProgram:
         )
 
     def _product_row(self, step: ProductStep, rule: Rule | None, platform: str | None) -> report.ProductRow:
-        roundings, _ = self.runner.roundings.get(id(step), (None, -1))
+        roundings = self.runner.roundings.get(id(step))
         slot = self.slots.get(id(step))
         rounded = {} if roundings is None else {
             "activation": roundings.left, "gradient": roundings.gradient,
@@ -274,34 +274,31 @@ def plan_quantized_program(
         plan=plan, tree=jax.tree.structure(out), rules=rules, paths=call.paths, shapes=shapes, uses=uses,
         rule_indexes=tuple(numbers), products=tuple(_products_with_rules(plan, rules, numbers, classes)),
     )  # fmt: skip
-    placements = _weight_layouts(program)
+    program = replace(program, placements=_weight_layouts(program))
     if whole:
         _check_rules_match(program, elsewhere)
-    rule_of_step = {id(step): rule for step, rule in program.products if rule is not None}
-    by_leaf = {leaf: program.rule_of(leaf) for leaf in placements}
     roundings, refusals = {}, {}
     for step, rule in program.products:
-        found = None if rule is None else _roundings_of_product(step, rule, placements)
-        found = with_weight_rotation(step, found, placements, call.paths, by_leaf)
-        if rule is None or found is None:
+        how = None if rule is None else _roundings_of_product(step, rule, program.placements)
+        how = with_weight_rotation(program, step, how)
+        if rule is None or how is None:
             continue
-        how, weight = found
-        no_blocks = dict(_params_without_blocks(program, step, rule, placements)) if how.codes else {}
+        no_blocks = dict(_params_without_blocks(program, step, rule)) if how.codes else {}
         if how.stored_only and no_blocks:
             how = replace(how, codes=False)
         elif no_blocks:
             refusals |= no_blocks
-        roundings[id(step)] = how, weight
+        roundings[id(step)] = how
     if refusals:
         path, *others = refusals
         pattern = common_path_pattern(refusals, (path for path in call.paths if path not in refusals))
         more = f"; {len(others)} more are like it: put Rule({pattern!r}, ...) without product before that rule"
         raise ValueError(f"{refusals[path]}{more * bool(others)}")
-    slots, entries_of_scan = scale_slots_of(plan, roundings, rule_of_step, call.paths)
+    slots, entries_of_scan = scale_slots_of(plan, roundings, call.paths)
     runner = QuantizedRunner(roundings, call.paths)
-    program = replace(program, placements=placements, runner=runner, slots=slots, entries_of_scan=entries_of_scan)
+    program = replace(program, runner=runner, slots=slots, entries_of_scan=entries_of_scan)
     if all_in_use:
-        _check_rules_effect(program, {rule_of_step[step].scale_from for step in slots})
+        _check_rules_effect(program, {slot.source for slot in slots.values()})
     return program
 
 
@@ -353,10 +350,8 @@ def _scope_class(scope: str, classes: Mapping[str, str]) -> str:
     return classes.get(scope, "") if scope else ""
 
 
-def _roundings_of_product(
-    step: ProductStep, rule: Rule, placements: Mapping[int, Any]
-) -> tuple[ProductRoundings, int] | None:
-    """How the operands of a product are rounded, and which of them is the weight; None if nothing is."""
+def _roundings_of_product(step: ProductStep, rule: Rule, placements: Mapping[int, Any]) -> ProductRoundings | None:
+    """How the operands of a product are rounded; None if nothing is."""
     assert step.product is not None
     if _multiplies_params_alone(step):
         return None
@@ -369,7 +364,7 @@ def _roundings_of_product(
     codes = multiplies_codes(rule) and (rule.activation is not None or right is not None)
     roundings = ProductRoundings(
         rule.activation, right, rule.gradient, rule.input_gradient, rule.weight_gradient, rule.matmul, rule.rotation,
-        place, codes, rule.product == "auto",
+        place, codes, rule.product == "auto", weight=weight,
     )  # fmt: skip
     product = OperandSwap(step.product) if weight == 0 else step.product
     if roundings.stored_only and not roundings.for_operand(product, step.eqn.invars[weight].aval.shape).codes:
@@ -379,15 +374,14 @@ def _roundings_of_product(
     if idle or (scaled and is_complex_product(step.eqn)):  # only real numbers have scales
         return None
     check_operand_specs(product, roundings)
-    return roundings, weight
+    return roundings
 
 
-def _params_without_blocks(
-    program: QuantizedProgram, step: ProductStep, rule: Rule, placements: Mapping[int, tuple[WeightLayout, ParamUse]]
-) -> Iterator[tuple[str, str]]:
+def _params_without_blocks(program: QuantizedProgram, step: ProductStep, rule: Rule) -> Iterator[tuple[str, str]]:
     """The parameters whose groups are not blocks along the sum of this product, so that codes are refused; and why."""
     for use in step.param_uses:
-        placement_and_use, path, shape = placements.get(use.leaf), program.paths[use.leaf], program.shapes[use.leaf]
+        path, shape = program.paths[use.leaf], program.shapes[use.leaf]
+        placement_and_use = program.placements.get(use.leaf)
         if placement_and_use is None or use.view is None or rule.weight is None:
             continue
         block = block_along_sum(rule.weight, len(use.view.free) + 1)

@@ -46,13 +46,13 @@ class QuantizedRunner(Runner):
         paths: of the parameters, for messages.
     """
 
-    def __init__(self, roundings: dict[int, tuple[ProductRoundings, int]], paths: Sequence[str] = ()) -> None:
+    def __init__(self, roundings: dict[int, ProductRoundings], paths: Sequence[str] = ()) -> None:
         self.roundings, self.paths = roundings, paths
         self._busy: dict[int, bool] = {}
         #: Products of codes whose weight has none, by the path of the weight, in a run that has not ended.
-        self.without_codes: dict[str, tuple[ProductStep, int, ProductRoundings]] = {}
+        self.without_codes: dict[str, tuple[ProductStep, ProductRoundings]] = {}
         #: Whether a run may find a weight without codes; False after one that did not.
-        self.is_doubtful = any(how.codes and not how.stored_only and weight >= 0 for how, weight in roundings.values())
+        self.is_doubtful = any(how.codes and not how.stored_only and how.weight >= 0 for how in roundings.values())
 
     def prepare(self, part: ProductStep, env: dict[Any, Any], seeds: Keys | None) -> None:
         """Parameters are rounded once, before the first equation that computes with them."""
@@ -153,7 +153,8 @@ class QuantizedRunner(Runner):
         return [RoundedAndFull(*each) for each in zip(low, full, codes, strict=True)]
 
     def _product(self, step: ProductStep, seeds: Keys | None, args: list[Any]) -> Array:
-        roundings, weight = self.roundings[id(step)]
+        roundings = self.roundings[id(step)]
+        weight = roundings.weight
         assert step.product is not None
         key = None if seeds is None or not roundings.stochastic else seeds.turn(step.number).key
         product = OperandSwap(step.product) if weight == 0 else step.product
@@ -168,7 +169,7 @@ class QuantizedRunner(Runner):
         if roundings.codes and roundings.right is not None and codes is None:  # an error, when all of them are known
             path = next((self.paths[use.leaf] for use in step.uses[weight] if use.leaf < len(self.paths)), "*")
             if not roundings.stored_only:
-                self.without_codes.setdefault(path, (step, weight, roundings))
+                self.without_codes.setdefault(path, (step, roundings))
             roundings = replace(roundings, codes=False)
         if codes is not None and roundings.right is not None:
             group = block_along_sum(roundings.right, product.forward.right.ndim)
@@ -208,12 +209,12 @@ def _with_factors_on_inputs(step: ProductStep, args: list[Any]) -> list[Any]:
     return [*(pair if side == 0 else reversed(pair)), *args[2:]]
 
 
-def _no_codes_message(failures: dict[str, tuple[ProductStep, int, ProductRoundings]], paths: Sequence[str]) -> str:
+def _no_codes_message(failures: dict[str, tuple[ProductStep, ProductRoundings]], paths: Sequence[str]) -> str:
     """Why weights have no codes, and what to do."""
     path, *others = failures
-    step, weight, roundings = failures[path]
+    step, roundings = failures[path]
     why = "computed with before the product, or put in another order, or sent between devices"
-    if all(use.is_intact for use in step.uses[weight]):
+    if all(use.is_intact for use in step.uses[roundings.weight]):
         why = (
             "joined with others, padded, chosen by a branch, carried by a loop, or an argument of shard_map or of a "
             "function with a derivative of its own"
@@ -402,7 +403,7 @@ class ScaleStateRunner(QuantizedRunner):
         """Arrays of NaN, which stand for the data of a branch that was not taken."""
         shapes = {}
         for inner, around in (pair for plan in step.inner for pair in plan.walk_within() if id(pair[0]) in self.slots):
-            aval = inner.eqn.invars[1 - self.roundings[id(inner)][1]].aval
+            aval = inner.eqn.invars[1 - self.roundings[id(inner)].weight].aval
             lengths = [length for _, length in turns_around(around)]
             shapes[self.slots[id(inner)].name] = jnp.full((*lengths, *aval.shape), jnp.nan)
         return {slot.name: shapes[slot.name] for slot in slots}

@@ -128,10 +128,7 @@ class ScaleSlot:
 
 
 def scale_slots_of(
-    plan: ProgramPlan,
-    roundings: Mapping[int, tuple[ProductRoundings, int]],
-    rules: Mapping[int, Any],
-    paths: Sequence[str],
+    plan: ProgramPlan, roundings: Mapping[int, ProductRoundings], paths: Sequence[str]
 ) -> tuple[dict[int, ScaleSlot], dict[int, tuple[str, ...]]]:
     """The slots of a program by the identity of their steps, and of each scan the names with an entry an iteration.
 
@@ -142,14 +139,11 @@ def scale_slots_of(
     entries_of_scan: dict[int, tuple[str, ...]] = {}
     counts: dict[str, int] = {}
     for step, around in plan.walk_within():
-        if id(step) not in roundings or id(step) not in rules:
+        product_roundings = roundings.get(id(step), ProductRoundings())
+        left, weight, rule = product_roundings.left, product_roundings.weight, product_roundings.place.rule
+        if rule is None or weight < 0 or left is None or product_roundings.codes:
             continue
-        product_roundings, weight = roundings[id(step)]
-        rule = rules[id(step)]
         source = rule.scale_from if rule.scale_from is not None and "activation" in rule.scale_from.fields else None
-        left = product_roundings.left
-        if weight < 0 or left is None or product_roundings.codes:
-            continue
         # Without a source, an operand that is rounded once under one scale may have a fixed range.
         once = has_tensor_scale(left) and product_roundings.keeps_left and left.gradient == Gradient()
         if source is None and not once:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -393,45 +393,39 @@ def weight_rotation_of(
 
 
 def with_weight_rotation(
-    step: ProductStep,
-    roundings: tuple[ProductRoundings, int] | None,
-    placements: Mapping[int, tuple[WeightLayout, ParamUse]],
-    paths: Sequence[str],
-    rules: Mapping[int, Rule],
-) -> tuple[ProductRoundings, int] | None:
+    program: Any, step: ProductStep, roundings: ProductRoundings | None
+) -> ProductRoundings | None:
     """The roundings of a product whose weight may be stored rotated.
 
     Args:
+        program: the `QuantizedProgram`, with its placements.
         step: the product.
-        roundings: its roundings, and which operand the weight is; None if nothing is rounded.
-        placements: of the parameters that are rounded.
-        paths: of the parameters.
-        rules: of the parameters that are rounded.
+        roundings: its roundings; None if nothing is rounded.
 
     Raises:
         ValueError: if the product does not rotate its inputs as its weight is.
     """
-    uses = step.param_uses
+    placements, uses = program.placements, step.param_uses
     rotations = {use.leaf: placements[use.leaf][0].rotation if use.leaf in placements else None for use in uses}
-    if roundings is not None and (rotation := roundings[0].forward_rotation) is not None and step.product is not None:
+    if roundings is not None and (rotation := roundings.forward_rotation) is not None and step.product is not None:
         width = _sum_length(step)
         if rotation.size == "all" and width % 2:
             raise ValueError(
-                f"rotation={rotation} of the {roundings[0].place}: its sum has {width} numbers, which is odd, so "
+                f"rotation={rotation} of the {roundings.place}: its sum has {width} numbers, which is odd, so "
                 "there is no Hadamard matrix; put a rule without a rotation before it"
             )
     if not any(rotations.values()):
         return roundings
     for use in uses:
         param_rotation = rotations[use.leaf] or next(filter(None, rotations.values()))
-        own_rotation = None if roundings is None else roundings[0].forward_rotation
+        own_rotation = None if roundings is None else roundings.forward_rotation
         whole = use.view is not None and math.prod(part.size for part in use.view.contracting) == _sum_length(step)
         if rotations[use.leaf] is None or own_rotation != param_rotation.rotation or not whole:
             why = f"the inputs of {step.where} are not rotated in the same way"
             leaf = next(leaf for leaf, own in rotations.items() if own is not None)
-            raise _rotation_error(rules[leaf], paths[leaf], why)
+            raise _rotation_error(program.rule_of(leaf), program.paths[leaf], why)
     assert roundings is not None
-    return replace(roundings[0], skip_weight_rotation=True), roundings[1]
+    return replace(roundings, skip_weight_rotation=True)
 
 
 def _sum_length(step: ProductStep) -> int:

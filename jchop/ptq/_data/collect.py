@@ -154,7 +154,7 @@ class Collector(Runner):
     """
 
     lanes: Sequence[Runner]
-    roundings: dict[int, tuple[ProductRoundings, int]]
+    roundings: dict[int, ProductRoundings]
     sites: WeightSites
     leaves: frozenset[int]
     _sums: dict[Any, InputSums] = field(default_factory=dict)
@@ -341,10 +341,9 @@ class Collector(Runner):
         side = self.sites.of_step[id(step)][0]
         product = OperandSwap(step.product) if side == 0 else step.product
         inputs = [args[1 - side] for args in by_lane]
-        step_roundings = self.roundings.get(id(step))
-        rounding = None if step_roundings is None else step_roundings[0].left
-        if step_roundings is not None and rounding is not None and not is_stochastic(rounding):
-            inputs[-1] = _round_input(product.forward.left, _as_floating(inputs[-1]), step_roundings[0])
+        how = self.roundings.get(id(step))
+        if how is not None and how.left is not None and not is_stochastic(how.left):
+            inputs[-1] = _round_input(product.forward.left, _as_floating(inputs[-1]), how)
         others = by_lane[-1][2:]
         kernel = by_lane[-1][side].shape
         x, *y = [_input_rows(product, site, _as_floating(v), kernel) for v in (inputs[-1], *inputs[:-1])]

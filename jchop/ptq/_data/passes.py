@@ -265,8 +265,8 @@ class BatchData:
 
     def _collector(self, program: Any, lane_count: int, round_activations: bool, leaves: frozenset[int]) -> Collector:
         roundings = {
-            step_id: (replace(rounding, codes=False), weight)
-            for step_id, (rounding, weight) in program.runner.roundings.items()
+            step_id: replace(rounding, codes=False)
+            for step_id, rounding in program.runner.roundings.items()
             if round_activations
         }
         runners = [*[QuantizedRunner({})] * (lane_count - 1), QuantizedRunner(roundings)]
