@@ -231,16 +231,14 @@ def _reshape_axes(
             if (a < b and i == len(old)) or (a > b and j == len(new)):
                 return None
             i, j = (i + 1, j) if a < b else (i, j + 1)
-        run = _distribute_factors(axes[first:i], old[first:i], new[last:j])
+        run = distribute_factors(axes[first:i], old[first:i], new[last:j])
         if run is None:
             return None
         result += run
     return tuple(result)
 
 
-def _distribute_factors(
-    axes: Sequence[AxisFactors], old: Sequence[int], new: Sequence[int]
-) -> list[AxisFactors] | None:
+def distribute_factors(axes: Sequence[AxisFactors], old: Sequence[int], new: Sequence[int]) -> list[AxisFactors] | None:
     """The parts of some axes over new ones, from the fastest; the slowest takes what is left."""
     if [n for n in old if n != 1] == [n for n in new if n != 1]:
         rest = iter([parts for parts, n in zip(axes, old, strict=True) if n != 1])
@@ -271,12 +269,12 @@ def _distribute_factors(
                 remaining //= size
                 if not isinstance(part, int):
                     factors.insert(0, part)
-        result.insert(0, _merge_factors(factors))
-    result.insert(0, _merge_factors([part for part in parts if not isinstance(part, int)]))
+        result.insert(0, merge_factors(factors))
+    result.insert(0, merge_factors([part for part in parts if not isinstance(part, int)]))
     return result
 
 
-def _merge_factors(parts: Sequence[AxisFactor]) -> AxisFactors:
+def merge_factors(parts: Sequence[AxisFactor]) -> AxisFactors:
     """Neighbouring parts of one axis as one."""
     result: list[AxisFactor] = []
     for part in parts:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jchop._quantized.products.product import ConvProduct, DotProduct, RaggedProduct
-from jchop._quantized.program.provenance import AXIS_PAIRS, AxisPairs, other_axes
+from jchop._quantized.program import provenance
 from jchop.ptq._equalize.graph import LOOP_STACK, LOOP_VALUE, SAME_VALUE, GraphNode, GraphValue
 
 #: The size of a run of indexes, and the distance of the channels of two neighbours.
@@ -67,15 +67,8 @@ def has_one_factor(axis: RunAxis) -> bool:
 
 def merge_runs(runs: Iterable[ChannelRun]) -> RunAxis:
     """Runs with those put together that are one."""
-    result: list[ChannelRun] = []
-    for size, stride in runs:
-        if size == 1:
-            continue
-        if result and result[-1][1] == size * stride:
-            result[-1] = (result[-1][0] * size, stride)
-        else:
-            result.append((size, stride))
-    return tuple(result)
+    parts = provenance.merge_factors([provenance.AxisFactor(0, size, stride) for size, stride in runs if size != 1])
+    return tuple((part.size, part.inner) for part in parts)
 
 
 def reshape_runs(axes: Sequence[RunAxis], shape: Sequence[int]) -> tuple[RunAxis, ...]:
@@ -84,23 +77,12 @@ def reshape_runs(axes: Sequence[RunAxis], shape: Sequence[int]) -> tuple[RunAxis
     Raises:
         FoldError: if a run would be cut at a place that is no multiple.
     """
-    runs = list(merge_runs(run for axis in axes for run in axis))
-    result: list[RunAxis] = []
-    for remaining in reversed(shape):
-        axis_runs: list[ChannelRun] = []
-        while remaining > 1:
-            size, stride = runs.pop()
-            if size > remaining:
-                if size % remaining:
-                    raise FoldError("a reshape cuts its channels into unequal parts")
-                runs.append((size // remaining, stride * remaining))
-                size = remaining
-            elif remaining % size:
-                raise FoldError("a reshape cuts its channels into unequal parts")
-            axis_runs.insert(0, (size, stride))
-            remaining //= size
-        result.insert(0, merge_runs(axis_runs))
-    return tuple(result)
+    runs = merge_runs(run for axis in axes for run in axis)
+    parts = tuple(provenance.AxisFactor(0, size, stride) for size, stride in runs)
+    result = provenance.distribute_factors([parts], [math.prod(size for size, _ in runs)], shape)
+    if result is None:
+        raise FoldError("a reshape cuts its channels into unequal parts")
+    return tuple(tuple((part.size, part.inner) for part in some) for some in result)
 
 
 @dataclass(frozen=True)
@@ -304,7 +286,7 @@ def _reshape_factors(port: Port) -> FactorAssignments:
     yield port.first_and_result(port.with_value_axes(reshape_runs(port.own, other.shape)))
 
 
-def _axes_rule(pairs_of: AxisPairs, reason: str, ties: bool = False) -> Callable[[Port], FactorAssignments]:
+def _axes_rule(pairs_of: provenance.AxisPairs, reason: str, ties: bool = False) -> Callable[[Port], FactorAssignments]:
     """A primitive of which an axis of the result is one of the first operand.
 
     Args:
@@ -382,7 +364,7 @@ def _scatter_factors(port: Port) -> FactorAssignments:
     """Whole rows that are put, or added, to others."""
     (rows, _, updates), dims = port.node.ins, port.node.params["dimension_numbers"]
     dropped = {*dims.inserted_window_dims, *dims.operand_batching_dims}
-    windows = zip(other_axes(dropped, len(rows.shape)), dims.update_window_dims, strict=True)
+    windows = zip(provenance.other_axes(dropped, len(rows.shape)), dims.update_window_dims, strict=True)
     update_axes = {axis: update_axis for axis, update_axis in windows if rows.shape[axis] == updates.shape[update_axis]}
     if port.is_result or not port.place:
         yield [port.label, None, _label_by_axes(port, update_axes, updates, _PART)], [port.label]
@@ -548,23 +530,26 @@ _FACTOR_RULES: dict[str, Callable[[Port], FactorAssignments]] = {
     ),
     **dict.fromkeys(
         ("reduce_sum", "reduce_max", "reduce_min"),
-        _axes_rule(lambda params, a, b: zip(other_axes(params["axes"], len(a)), range(len(b)), strict=True), _REDUCED),
+        _axes_rule(
+            lambda params, a, b: zip(provenance.other_axes(params["axes"], len(a)), range(len(b)), strict=True),
+            _REDUCED,
+        ),
     ),
     **dict.fromkeys(
         ("slice", "dynamic_slice"), _axes_rule(lambda params, a, b: enumerate(range(len(a))), "takes some channels")
     ),
     "convert_element_type": _convert_factors,
     "reshape": _reshape_factors,
-    "transpose": _axes_rule(AXIS_PAIRS["transpose"], ""),
-    "broadcast_in_dim": _axes_rule(AXIS_PAIRS["broadcast_in_dim"], "", ties=True),
-    "squeeze": _axes_rule(AXIS_PAIRS["squeeze"], _REDUCED),
-    "expand_dims": _axes_rule(AXIS_PAIRS["expand_dims"], _REDUCED),
+    "transpose": _axes_rule(provenance.AXIS_PAIRS["transpose"], ""),
+    "broadcast_in_dim": _axes_rule(provenance.AXIS_PAIRS["broadcast_in_dim"], "", ties=True),
+    "squeeze": _axes_rule(provenance.AXIS_PAIRS["squeeze"], _REDUCED),
+    "expand_dims": _axes_rule(provenance.AXIS_PAIRS["expand_dims"], _REDUCED),
     "rev": _along_axes_rule("dimensions", "reverses its channels"),
     "cumsum": _along_axes_rule("axis", "sums over its channels"),
     "concatenate": _join_rule("dimension", "joins its channels with others"),
     "split": _join_rule("axis", "takes its channels apart"),
     "pad": _pad_factors,
-    "gather": _axes_rule(AXIS_PAIRS["gather"], _PART),
+    "gather": _axes_rule(provenance.AXIS_PAIRS["gather"], _PART),
     **dict.fromkeys(("scatter", "scatter-add"), _scatter_factors),
     "mul": _mul_factors,
     "div": _div_factors,
