@@ -26,6 +26,7 @@ if _typing.TYPE_CHECKING:
     from jchop._insight.probe import Probe, probe
     from jchop._insight.reports.blame import Blame
     from jchop._insight.reports.digits import SignificantDigits, significant_digits
+    from jchop._insight.reports.gains import WhatIf
     from jchop._insight.tune import Tuning, tune
     from jchop._kernels.remat import save_codes
     from jchop._quantized.products.operand_layout import Hadamard
@@ -49,6 +50,7 @@ __getattr__, __dir__ = _on_demand(
         "jchop._insight.compare": ("Comparison", "compare"),
         "jchop._insight.probe": ("Probe", "probe"),
         "jchop._insight.reports.blame": ("Blame",),
+        "jchop._insight.reports.gains": ("WhatIf",),
         "jchop._insight.reports.digits": ("SignificantDigits", "significant_digits"),
         "jchop._kernels.remat": ("save_codes",),
         "jchop._emulate.emulate": ("EmulatedFunction", "emulate"),
@@ -100,6 +102,7 @@ __all__ = [
     "Spec",
     "TensorCore",
     "Tuning",
+    "WhatIf",
     "compare",
     "dequantize",
     "dot",

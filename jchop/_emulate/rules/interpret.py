@@ -22,7 +22,7 @@ from jchop._emulate.rules.accumulate import accumulate_in_order, run_complex, ru
 from jchop._emulate.rules.carrier_ops import round_results, round_with_draw, run_draw, run_in_carrier, run_nextafter
 from jchop._emulate.rules.functions import arg_extremum_by_bits, extremum_by_bits
 from jchop._emulate.rules.linalg import run_factorization
-from jchop._emulate.rules.rules import EXACT, is_carrier_float, is_exact_under, is_narrow_float
+from jchop._emulate.rules.rules import EXACT, is_carrier_float, is_exact_under, is_narrow_float, spec_of_fact
 from jchop._emulate.rules.run_task import EmulatedStep, Task, power_draws, run_task
 from jchop._kernels.operation import MIN_CHAIN_ELEMENTS_TO_TRY, chain_op
 from jchop._program.bind import bind, straight_through
@@ -94,7 +94,7 @@ def _chain_key(step: EmulatedStep | Turns) -> Any:
     if not fits or out.aval.dtype != jnp.float32 or few or not operations.gains_by_trial(spec):
         return None
     constants = [v for v in step.eqn.invars if isinstance(v, Literal)]
-    exact = all(k is not None and is_exact_under(k, spec) for k in step.known)
+    exact = all(isinstance(k, Spec) and is_exact_under(k, spec) for k in step.known)
     if not exact or not all(operations.is_constant_in_safe_range(float(v.val), spec) for v in constants):
         return None
     return spec, out.aval.shape, varying_axes(out.aval), step.eqn.ctx
@@ -109,7 +109,7 @@ def run_chain(chain: Chain, seeds: Seeds | None, operands: Sequence[Any]) -> Arr
     tasks, links = [], []
     for step in chain.steps:
         tasks.append(replace(step.task, apart=False))
-        facts = tuple(k for k in step.known if k is not None)
+        facts = tuple(k for k in step.known if isinstance(k, Spec))
         places = tuple(place[id(v)] for v in step.eqn.invars)
         links.append((EXACT[step.name], places, facts, step.result_number))
     seed_arrays: list[Any] = []
@@ -264,7 +264,7 @@ def _run_step_task(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> 
 
 def _run_extremum_step(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
     """The maximum or minimum. Values of a known format are compared by bits if the device could read them as zero."""
-    fact = step.out[0]
+    fact = spec_of_fact(step.out[0])
     if fact is None:
         return _bind_step(step, seeds, args)
     task = Task(step.eqn.primitive, tuple(sorted(step.eqn.params.items())), "extremum", fact, (fact, fact))
