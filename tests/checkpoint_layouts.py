@@ -396,7 +396,9 @@ def mlx_mode_case(mode: str) -> Case:
 
     def values(t: Tensors) -> np.ndarray:
         codes, stored = codes_of(t["w.weight"], bits, 64).astype(np.uint8), t["w.scales"]
-        scale = stored.view(F8).astype(np.float32) if mode == "nvfp4" else np.ldexp(np.float32(1), stored.astype(int) - 127)
+        scale = (
+            stored.view(F8).astype(np.float32) if mode == "nvfp4" else np.ldexp(np.float32(1), stored.astype(int) - 127)
+        )
         return (codes.view(F8).astype(np.float32) if bits == 8 else E2M1[codes]) * spread(scale, (3, 64))
 
     return Case("mlx", make, values, {"bits": bits, "group_size": group, "mode": mode})

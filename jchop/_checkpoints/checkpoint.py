@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jchop._checkpoints.gguf import GGUF_BLOCKS, READABLE_TYPES, GGUFFile, GGUFKeys, is_gguf
-from jchop._checkpoints.row import FLOAT8, SCALE_FORMATS
+from jchop._checkpoints.row import FLOAT8, SCALE_FORMATS, TensorSource
 from jchop._checkpoints.table import LAYOUTS, UnreadWeight, code_scale_pairs, detect_layout
 from jchop._common.checks import check, check_bool, check_choice, place_in_errors
 from jchop._common.files import as_path, short_text
@@ -26,7 +28,7 @@ from jchop._common.on_demand import is_module_of, load_name
 from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint
 from jchop._kernels.primitive import host_device
 from jchop._storage._array import QArray, named_sharding_of
-from jchop._storage._files.safetensors import ShardFiles
+from jchop._storage._files.safetensors import ShardFiles, TensorEntry
 from jchop._storage._quantize import StoredAs
 from jchop._storage._save import (
     QARRAYS_KEY,
@@ -99,12 +101,60 @@ class Checkpoint(ABC):
         """An array that is not `unread`."""
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["tensors"], meta_fields=["layout", "config_text", "texts"])
+@dataclass(frozen=True, eq=False, repr=False)
+class EncodedCheckpoint:
+    """The tensors of a checkpoint in memory, as `jchop.encode_checkpoint` makes them: a pytree of arrays.
+
+    Args:
+        tensors: arrays by name.
+        layout: of the tensors, or "auto".
+        config_text: of ``config.json``.
+        texts: the metadata of a file with the tensors, in JSON.
+    """
+
+    tensors: Mapping[str, Any]
+    layout: str = "auto"
+    config_text: str = "{}"
+    texts: str = "{}"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The fields of ``config.json``, of which ``quantization_config`` says how weights are stored."""
+        return json.loads(self.config_text)
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The metadata of a safetensors file with the tensors."""
+        return json.loads(self.texts)
+
+    def __repr__(self) -> str:
+        return f"EncodedCheckpoint(layout={self.layout!r}, {len(self.tensors)} tensors)"
+
+    # -- what is read of files -----------------------------------------------------------------------------------------
+    path = Path("the arrays in memory")
+
+    @property
+    def files(self) -> tuple[EncodedCheckpoint]:
+        """This, as the only file."""
+        return (self,)
+
+    @cached_property
+    def entries(self) -> dict[str, TensorEntry]:
+        """The dtype and shape of each tensor."""
+        return {name: TensorEntry(np.dtype(array.dtype), tuple(array.shape)) for name, array in self.tensors.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor in the memory of the host."""
+        return np.asarray(self.tensors[name])
+
+
 @contextmanager
-def open_checkpoint(path: Path, layout: str) -> Iterator[Checkpoint]:
+def open_checkpoint(path: Path | EncodedCheckpoint, layout: str) -> Iterator[Checkpoint]:
     """A checkpoint, open until the end of the context.
 
     Args:
-        path: a file or a folder.
+        path: a file, a folder, or tensors in memory.
         layout: one of `LAYOUT_NAMES`, or "auto".
 
     Raises:
@@ -112,6 +162,11 @@ def open_checkpoint(path: Path, layout: str) -> Iterator[Checkpoint]:
         ValueError: for invalid files, or a layout that is not known or not theirs.
     """
     check_choice("layout", layout, ("auto", *LAYOUT_NAMES))
+    if isinstance(path, EncodedCheckpoint):
+        with place_in_errors(str(path.path), _READ_ERRORS):
+            checkpoint = _SafetensorsCheckpoint(path.path, path, path.layout if layout == "auto" else layout)
+        yield checkpoint
+        return
     gguf = not path.is_dir() and is_gguf(path)
     if gguf != (layout == GGUF_LAYOUT) and not (gguf and layout == "auto"):
         raise ValueError(f"{path} is {'a' if gguf else 'no'} GGUF file, and layout={layout!r}")
@@ -157,7 +212,7 @@ class _GGUFCheckpoint(Checkpoint):
 class _SafetensorsCheckpoint(Checkpoint):
     """Safetensors files."""
 
-    def __init__(self, path: Path, source: ShardFiles, layout: str) -> None:
+    def __init__(self, path: Path, source: TensorSource, layout: str) -> None:
         self.path, self._source, self.config = path, source, source.config
         own = any(QARRAYS_KEY in file.metadata for file in source.files)
         self.layout = layout if layout != "auto" else OWN_LAYOUT if own else detect_layout(source) or PLAIN_LAYOUT
@@ -213,7 +268,7 @@ _MOST_NAMES = 9
 
 
 def load_checkpoint(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Mapping[str, Any] | EncodedCheckpoint,
     layout: str = "auto",
     *,
     like: Any = None,
@@ -233,7 +288,8 @@ def load_checkpoint(
 
     Args:
         path: a safetensors file, a folder with ``model.safetensors`` or ``model.safetensors.index.json`` and possibly
-            ``config.json``, or a GGUF file.
+            ``config.json``, or a GGUF file. Or what `jchop.encode_checkpoint` gives, or arrays by name, which are read
+            in the memory of the host.
         layout: ``"compressed-tensors"``, ``"gptq"``, ``"gptq_v2"``, ``"awq"``, ``"fp8"`` (DeepSeek),
             ``"bitsandbytes"``, ``"llm_int8"``, ``"torchao"``, ``"modelopt"``, ``"mlx"``, ``"mxfp4"`` (gpt-oss),
             ``"gguf"``, ``"jchop"`` (of `jchop.save`) or ``"plain"`` (every tensor as it is). Default ``"auto"``: by
@@ -281,9 +337,14 @@ def load_checkpoint(
     check_bool("strict", strict)
     if skip is not None:
         check_path_pattern("skip", skip, "'visual'")
+    if isinstance(path, Mapping):
+        wrong = [name for name, array in path.items() if not isinstance(array, jax.Array | np.ndarray)]
+        check(not wrong, f"path has {short_text(wrong[:1])}, which is no array of JAX or NumPy")
+        path = EncodedCheckpoint(path)
+    home = path if isinstance(path, EncodedCheckpoint) else as_path("path", path)
     if like is not None:
         check(strict, "strict=False has no effect beside like=, whose arrays are needed")
-        with open_checkpoint(as_path("path", path), layout) as source:
+        with open_checkpoint(home, layout) as source:
             fill = (
                 load_name("jchop._checkpoints.models", "fill_model") if is_module_of("flax.nnx", like) else _fill_tree
             )
@@ -291,7 +352,7 @@ def load_checkpoint(
     check(names is None, "names= has no effect without like=")
     arrays: dict[str, Any] = {}
     unread: dict[str, str] = {}
-    with open_checkpoint(as_path("path", path), layout) as source, jax.enable_x64(True):
+    with open_checkpoint(home, layout) as source, jax.enable_x64(True):
         wanted = [name for name in source.items if skip is None or not matches_path(skip, name)]
         for name in sorted(wanted, key=lambda name: name not in source.unread):  # errors before large arrays
             try:
