@@ -356,13 +356,15 @@ class LayoutRecord:
             )
         reasons = []
         inputs = activation_arguments(activation) if layout.activations and activation is not None else None
-        for row in sorted(layout.rows, key=lambda row: inputs is not None and not row.float_inputs):
+        rows = sorted(layout.rows, key=lambda row: inputs is not None and not row.float_inputs)
+        casts = [] if has_tracer(q) else rows
+        for row, cast in [*((row, False) for row in rows), *((row, True) for row in casts)]:
             try:
-                parts, facts = row.write(q, exact)
+                parts, facts = row.write(q.astype(row.fits.split()[0]) if cast else q, exact)
                 if not (self.config or layout.records):
                     _check_without_config(row, parts, q)
             except ValueError as error:
-                reasons.append(f"{row.name}: {error}")
+                reasons += [] if cast else [f"{row.name}: {error}"]
                 continue
             if inputs is not None and (row.float_inputs or inputs["type"] == "int"):
                 facts = {**facts, INPUT_ACTIVATIONS: inputs}
