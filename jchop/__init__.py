@@ -20,7 +20,7 @@ __version__ = "0.1.0"
 if _typing.TYPE_CHECKING:
     from jchop import math
     from jchop._checkpoints.checkpoint import load_checkpoint
-    from jchop._checkpoints.writer import save_checkpoint
+    from jchop._checkpoints.writer import encode_checkpoint, save_checkpoint
     from jchop._emulate.emulate import EmulatedFunction, emulate
     from jchop._insight.compare import Comparison, compare
     from jchop._insight.probe import Probe, probe
@@ -44,7 +44,7 @@ __getattr__, __dir__ = _on_demand(
     ("compat", "distributed", "math", "matlab", "nn", "optim", "plot", "ptq", "sparsity", "study", "torch"),
     {
         "jchop._checkpoints.checkpoint": ("load_checkpoint",),
-        "jchop._checkpoints.writer": ("save_checkpoint",),
+        "jchop._checkpoints.writer": ("encode_checkpoint", "save_checkpoint"),
         "jchop._serving.attention": ("dot_product_attention",),
         "jchop._serving.kv_cache": ("KVCache",),
         "jchop._insight.compare": ("Comparison", "compare"),
@@ -109,6 +109,7 @@ __all__ = [
     "dot_product_attention",
     "einsum",
     "emulate",
+    "encode_checkpoint",
     "finfo",
     "fit_scale",
     "flip_bits",
