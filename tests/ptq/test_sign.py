@@ -11,7 +11,7 @@ import pytest
 from further import Further
 
 import jchop as jc
-from jchop.ptq._steps.round import element_scales, elementwise_spec, neighbours, sign_descent
+from jchop.ptq._steps.round import element_scales, neighbours, sign_descent
 
 further = Further()
 
@@ -61,7 +61,7 @@ def neighbours_are_those_values_of_the_format(text: str) -> None:
     q = jc.quantize(jnp.asarray(w), text)
     scales = element_scales(q)
     parts = tuple(part.T for part in scales.by_element)
-    below, above = neighbours(jnp.asarray(w.T), parts, scales, elementwise_spec(q.spec), jnp.dtype("float32"))
+    below, above = neighbours(jnp.asarray(w.T), scales.with_elements(parts))
     step = np.ones(w.shape)
     if parts:
         stored, fmt = np.asarray(parts[0].T), q.spec.scaled

@@ -12,16 +12,7 @@ from further import Further
 
 import jchop as jc
 from jchop import QArray
-from jchop._spec.spec import parse
-from jchop.ptq._steps.round import (
-    column_order,
-    element_scales,
-    elementwise_spec,
-    gptq_sweep,
-    inverse_factor,
-    round_column,
-    with_entries,
-)
+from jchop.ptq._steps.round import column_order, element_scales, gptq_sweep, inverse_factor, with_entries
 
 further = Further()
 
@@ -59,8 +50,8 @@ def rounded(
         order = np.arange(w.shape[1]) if order is None else order
         found = inverse_factor(jnp.asarray(gram)[order][:, order], jnp.asarray(damping))
         codes, loss = gptq_sweep(
-            jnp.asarray(w).T[order], tuple(part.T[order] for part in scales.by_element), scales.scale[1:], found.upper,
-            None, spec=elementwise_spec(q.spec), dtype=jnp.dtype("float64"), block=block,
+            jnp.asarray(w).T[order], scales.with_elements([part.T[order] for part in scales.by_element]), found.upper,
+            None, block=block,
         )  # fmt: skip
         swept = with_entries(q, jnp.zeros_like(codes).at[order].set(codes).T)
         assert isinstance(swept, QArray)
@@ -94,8 +85,8 @@ def every_format_gains_where_inputs_depend_on_each_other(text: str) -> None:
 def test_numbers_of_a_column_are_rounded_under_given_scales() -> None:
     """Whatever the format of the scales is, here one with scales of its own."""
     column, scale = np.array([1.1, -5.0, 3.3], np.float32), np.array([0.25, 2, 0.3], np.float32)
-    spec = elementwise_spec(parse("int4(group=4,scale=uint8(group=2))"))
-    _, found = round_column(jnp.asarray(column), jnp.asarray(scale), None, spec, jnp.float32)
+    q = jc.quantize(jnp.ones((2, 16)), "int4(group=4,scale=uint8(group=2))")
+    _, found = element_scales(q).with_elements([jnp.asarray(scale)]).round(jnp.asarray(column))
     np.testing.assert_array_equal(found, np.clip(np.rint(column / scale), -8, 7) * scale)
 
 

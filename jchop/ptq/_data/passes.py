@@ -120,29 +120,21 @@ def split_stages(
     for stage in stages:
         groups.setdefault(stage.leaves, []).append(stage)
     parts: list[StagePart] = []
-    pending: list[tuple[int, ...]] = []
-
-    def flush() -> None:
-        if pending:
-            part_stages = tuple(stage for leaves in pending for stage in groups[leaves])
-            parts.append(StagePart(part_stages, tuple(dict.fromkeys(i for leaves in pending for i in leaves)), None))
-        pending.clear()
-
-    def total_bytes(leaf_groups: Sequence[tuple[int, ...]]) -> int:
-        return sum(math.prod(sizes[i]) for i in {i for leaves in leaf_groups for i in leaves})
-
     for leaves, group in groups.items():
-        if total_bytes([*pending, leaves]) > memory:
-            flush()
-        if total_bytes([leaves]) <= memory:
-            pending.append(leaves)
+        shared = parts.pop() if parts and parts[-1].window is None else StagePart((), (), None)
+        both = tuple(dict.fromkeys((*shared.leaves, *leaves)))
+        if sum(math.prod(sizes[i]) for i in both) <= memory:
+            parts.append(StagePart((*shared.stages, *group), both, None))
+            continue
+        parts += [shared] if shared.stages else []
+        if sum(math.prod(sizes[i]) for i in leaves) <= memory:
+            parts.append(StagePart(tuple(group), leaves, None))
             continue
         count, turns = memory // sum(sizes[i][0] for i in leaves), max(sizes[i][1] for i in leaves)
         for start in range(0, turns, count):
             part_stages = tuple(stage for stage in group if start <= stage.turn[0] < start + count)
             first = min(start, turns - count)  # every window has one size, so that it is compiled once
             parts.append(StagePart(part_stages, leaves, (first, count)))
-    flush()
     return parts
 
 

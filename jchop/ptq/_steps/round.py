@@ -38,30 +38,38 @@ _ROUND_PRECISION = lax.Precision.HIGHEST
 # -- codes under scales that are chosen before, and a sweep over columns ----------------------------------------------
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["scale", "zero"], meta_fields=["spec", "dtype"])
 @dataclass(frozen=True)
 class ElementScales:
     """Scales and zero points as they are stored, one for each element.
 
     Args:
+        spec: of a vector in which each element has its scale.
+        dtype: of the numbers that codes stand for.
         scale: none for a plain format; the second of two is the scale of the tensor, and has no axis.
         zero: None for a format without zero points.
     """
 
-    scale: tuple[Array, ...]
-    zero: Array | None
+    spec: Spec
+    dtype: Any
+    scale: tuple[Array, ...] = ()
+    zero: Array | None = None
 
     @property
     def by_element(self) -> tuple[Array, ...]:
         """The arrays that have a number for each element."""
         return (*self.scale[:1], *(() if self.zero is None else (self.zero,)))
 
-    def quantize_args(self, by_element: Sequence[Array]) -> tuple[Any, Any]:
-        """The arguments scale and zero_point of `quantize`, from a part of the arrays `by_element`."""
-        if not self.scale:
-            return None, None
-        first, *zero = by_element
-        scale = first if len(self.scale) == 1 else (first, *self.scale[1:])
-        return scale, zero[0] if zero else None
+    def with_elements(self, by_element: Sequence[Array]) -> ElementScales:
+        """These of other elements, by the arrays `by_element`."""
+        first, zero = tuple(by_element[:1]), by_element[1] if len(by_element) > 1 else None
+        return replace(self, scale=(*first, *self.scale[1:]), zero=zero)
+
+    def round(self, numbers: Array, key: Array | None = None) -> tuple[Array, Array]:
+        """The codes of a vector, one entry for each element, and their numbers."""
+        scale = self.scale if len(self.scale) > 1 else next(iter(self.scale), None)
+        q = quantize(numbers, self.spec, key, impl="xla", scale=scale, zero_point=self.zero)
+        return unpack_entries(q.qvalue, self.spec.element, len(numbers)), dequantize(q, self.dtype)
 
 
 def qarray_of(packed_weight: QArray | StoredAs) -> QArray:
@@ -71,9 +79,9 @@ def qarray_of(packed_weight: QArray | StoredAs) -> QArray:
 
 def element_scales(q: QArray) -> ElementScales:
     """The scales of each element of an array that has no axes of a stack."""
-    fmt = q.spec.scaled
+    fmt, spec = q.spec.scaled, _elementwise_spec(q.spec)
     if fmt is None:
-        return ElementScales((), None)
+        return ElementScales(spec, q.dtype)
     groupings = axis_groupings(fmt, q.ndim)
 
     def repeat_to_elements(values: Array) -> Array:
@@ -91,10 +99,10 @@ def element_scales(q: QArray) -> ElementScales:
         scale = (repeat_to_elements(q.scale[0]), q.scale[1])
     else:
         scale = (repeat_to_elements(q.scale),)
-    return ElementScales(scale, None if q.zero_point is None else repeat_to_elements(q.zero_point))
+    return ElementScales(spec, q.dtype, scale, None if q.zero_point is None else repeat_to_elements(q.zero_point))
 
 
-def elementwise_spec(spec: Spec) -> Spec:
+def _elementwise_spec(spec: Spec) -> Spec:
     """A spec under which each element of a vector has a scale of its own."""
     fmt = spec.scaled
     if fmt is None:
@@ -103,19 +111,6 @@ def elementwise_spec(spec: Spec) -> Spec:
     if isinstance(fmt.scale, ScaledFormat):
         elementwise_format = replace(elementwise_format, scale=binary32, rule=None)  # the caller passes scales
     return replace(spec, format=elementwise_format)
-
-
-def round_column(
-    column: Array, scale: Any, zero: Any, spec: Spec, dtype: Any, key: Array | None = None
-) -> tuple[Array, Array]:
-    """The codes of a vector, one entry for each element, and their numbers in `dtype`.
-
-    `spec` is one of `elementwise_spec`.
-    """
-    scale_args = {} if scale is None else {"scale": scale, "zero_point": zero}
-    q = quantize(column, spec, key, impl="xla", **scale_args)
-    entries = unpack_entries(q.qvalue, spec.element, column.shape[0])
-    return entries, dequantize(q, dtype)
 
 
 def with_entries(packed_weight: QArray | StoredAs, entries: Array) -> QArray | StoredAs:
@@ -202,16 +197,13 @@ def inverse_factor(gram: Array, damping: Array) -> InverseFactor:
     return InverseFactor(upper, damping, tries, dead)
 
 
-@partial(always_jit, static_argnames=("spec", "dtype", "block", "sparsity"))
+@partial(always_jit, static_argnames=("block", "sparsity"))
 def gptq_sweep(
     columns: Array,
-    by_element: tuple[Array, ...],
-    tensor_scale: tuple[Array, ...],
+    scales: ElementScales,
     upper: Array,
     key: Array | None,
     *,
-    spec: Spec,
-    dtype: Any,
     block: int,
     mask: Array | None = None,
     worth: Array | None = None,
@@ -226,12 +218,9 @@ def gptq_sweep(
 
     Args:
         columns: the matrix, a row for each of its columns, in the order of the sweep.
-        by_element: scales and zero points in the same order.
-        tensor_scale: a scale of the tensor, if the format has one.
+        scales: of its elements, in the same order.
         upper: the factor U.
         key: a typed key if the rounding is stochastic.
-        spec: of a column in which each element has its scale.
-        dtype: of the numbers that codes stand for.
         block: how many columns make up a block, at least; whole groups of columns that are pruned together.
         mask: which elements are not zero, in the order of the sweep. Default: all, or those of `sparsity`.
         worth: of an element of each column, 1 / U_jj for one whose input is not always zero; with `sparsity`.
@@ -244,19 +233,18 @@ def gptq_sweep(
     count = len(columns)
     sizes = _nested_blocks(count, block, 1 if sparsity is None else sparsity[1])
     padding = sizes[-1] - count
-    by_element = tuple(jnp.pad(part, [(0, padding), (0, 0)], mode="edge") for part in by_element)
+    by_element = [jnp.pad(part, [(0, padding), (0, 0)], mode="edge") for part in scales.by_element]
     columns = jnp.pad(columns, [(0, padding), (0, 0)])
     upper = jnp.pad(upper, [(0, padding), (0, padding)]) + jnp.diag(
         (jnp.arange(count + padding) >= count).astype(upper.dtype)
     )
     mask = None if mask is None else jnp.pad(mask, [(0, padding), (0, 0)])
     worth = None if worth is None else jnp.pad(worth, [(0, padding)])
-    scales = ElementScales((*by_element[:1], *tensor_scale), None if len(by_element) < 2 else by_element[1])
 
     def round_at_index(index: Array, column: Array) -> tuple[Array, Array]:
         parts = [lax.dynamic_index_in_dim(part, index, keepdims=False) for part in by_element]
         column_key = None if key is None else jax.random.fold_in(key, index)
-        entries, numbers = round_column(column, *scales.quantize_args(parts), spec, dtype, column_key)
+        entries, numbers = scales.with_elements(parts).round(column, column_key)
         return entries, numbers.astype(column.dtype)
 
     code_dtype = jax.eval_shape(lambda: round_at_index(jnp.int32(0), columns[0])[0]).dtype
@@ -441,26 +429,22 @@ def round_under_scales(
     packed_weight: QArray | StoredAs, target: Array, layout: MatrixLayout, key: Array | None = None
 ) -> tuple[Array, Array]:
     """The codes and the numbers of a parameter, in its shape, under the scales of a packed one."""
-    q = qarray_of(packed_weight)
-    scales = element_scales(q)
-    spec, dtype = elementwise_spec(q.spec), target.dtype
+    scales = element_scales(qarray_of(packed_weight))
     parts = [part.reshape(-1) for part in scales.by_element]
-    entries, numbers = round_column(target.reshape(-1), *scales.quantize_args(parts), spec, dtype, key)
+    entries, numbers = scales.with_elements(parts).round(target.reshape(-1), key)
     return entries.reshape(layout.shape), numbers.reshape(layout.shape)
 
 
-def neighbours(
-    matrix: Array, by_element: tuple[Array, ...], scales: ElementScales, spec: Spec, dtype: Any
-) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+def neighbours(matrix: Array, scales: ElementScales) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     """The codes and numbers that each number lies between, or twice those of the end of the format beyond it."""
 
     def towards(mode: str) -> tuple[Array, Array]:
-        mode_spec = replace(spec, rounding=mode, random_bits=None, overflow="saturate")
+        own = replace(scales, spec=replace(scales.spec, rounding=mode, random_bits=None, overflow="saturate"))
 
         def round_row(column: Array, *parts: Array) -> tuple[Array, Array]:
-            return round_column(column, *scales.quantize_args(parts), mode_spec, dtype)
+            return own.with_elements(parts).round(column)
 
-        entries, numbers = jax.vmap(round_row)(matrix, *by_element)
+        entries, numbers = jax.vmap(round_row)(matrix, *scales.by_element)
         return entries, numbers.astype(matrix.dtype)
 
     down, up = towards("down"), towards("up")
@@ -598,7 +582,7 @@ def round_parameter(
     if steps.sweep is not None:
         q = qarray_of(packed_weight)
         scales = element_scales(q)
-        choose = partial(_choose_codes, steps.sweep, pruning, scales, elementwise_spec(q.spec), weight.dtype, key)
+        choose = partial(_choose_codes, steps.sweep, pruning, scales, key)
         by_element = tuple(layout.lay(part) for part in scales.by_element)
         numbers = jnp.arange(layout.matrices[0])
         entries = _each_matrix(choose, numbers, target_matrices, gram, by_element, mask, order_and_factor)
@@ -651,8 +635,6 @@ def _choose_codes(
     step: Sweep | SignDescent,
     pruning: Sparse | None,
     scales: ElementScales,
-    spec: Spec,
-    dtype: Any,
     key: Array | None,
     index: Array,
     matrix: Array,
@@ -661,13 +643,13 @@ def _choose_codes(
     mask: Array | None,
     order_and_factor: tuple[Array, InverseFactor] | None,
 ) -> Array:
-    """The codes of a matrix (summed, kept), those of `dtype` under scales by element.
+    """The codes of a matrix (summed, kept) under scales by element.
 
     `mask` has the numbers that are not pruned; None for all.
     """
     if isinstance(step, SignDescent):
         kept = matrix if mask is None else jnp.where(mask, matrix, 0)
-        below, above = neighbours(kept, by_element, scales, spec, dtype)
+        below, above = neighbours(kept, scales.with_elements(by_element))
         takes_above, _ = sign_descent(matrix, gram, below[1], above[1], **vars(step))
         return jnp.where(takes_above, above[0], below[0])
     assert order_and_factor is not None
@@ -675,8 +657,8 @@ def _choose_codes(
     sparsity = _sweep_sparsity(pruning) if mask is None else None
     matrix_key = None if key is None else jax.random.fold_in(key, index)
     codes, _ = gptq_sweep(
-        matrix[order], tuple(part[order] for part in by_element), scales.scale[1:], factor.upper, matrix_key,
-        spec=spec, dtype=dtype, block=step.block, mask=None if mask is None else mask[order],
+        matrix[order], scales.with_elements([part[order] for part in by_element]), factor.upper, matrix_key,
+        block=step.block, mask=None if mask is None else mask[order],
         worth=None if sparsity is None else column_worth(order, factor)[order], sparsity=sparsity,
     )  # fmt: skip
     return jnp.zeros_like(codes).at[order].set(codes)
