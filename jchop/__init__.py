@@ -20,12 +20,13 @@ __version__ = "0.1.0"
 if _typing.TYPE_CHECKING:
     from jchop import math
     from jchop._checkpoints.checkpoint import load_checkpoint
-    from jchop._checkpoints.writer import save_checkpoint
+    from jchop._checkpoints.writer import encode_checkpoint, save_checkpoint
     from jchop._emulate.emulate import EmulatedFunction, emulate
     from jchop._insight.compare import Comparison, compare
     from jchop._insight.probe import Probe, probe
     from jchop._insight.reports.blame import Blame
     from jchop._insight.reports.digits import SignificantDigits, significant_digits
+    from jchop._insight.reports.gains import WhatIf
     from jchop._insight.tune import Tuning, tune
     from jchop._kernels.remat import save_codes
     from jchop._quantized.products.operand_layout import Hadamard
@@ -43,12 +44,13 @@ __getattr__, __dir__ = _on_demand(
     ("compat", "distributed", "math", "matlab", "nn", "optim", "plot", "ptq", "sparsity", "study", "torch"),
     {
         "jchop._checkpoints.checkpoint": ("load_checkpoint",),
-        "jchop._checkpoints.writer": ("save_checkpoint",),
+        "jchop._checkpoints.writer": ("encode_checkpoint", "save_checkpoint"),
         "jchop._serving.attention": ("dot_product_attention",),
         "jchop._serving.kv_cache": ("KVCache",),
         "jchop._insight.compare": ("Comparison", "compare"),
         "jchop._insight.probe": ("Probe", "probe"),
         "jchop._insight.reports.blame": ("Blame",),
+        "jchop._insight.reports.gains": ("WhatIf",),
         "jchop._insight.reports.digits": ("SignificantDigits", "significant_digits"),
         "jchop._kernels.remat": ("save_codes",),
         "jchop._emulate.emulate": ("EmulatedFunction", "emulate"),
@@ -100,12 +102,14 @@ __all__ = [
     "Spec",
     "TensorCore",
     "Tuning",
+    "WhatIf",
     "compare",
     "dequantize",
     "dot",
     "dot_product_attention",
     "einsum",
     "emulate",
+    "encode_checkpoint",
     "finfo",
     "fit_scale",
     "flip_bits",

@@ -29,7 +29,7 @@ import jax
 import numpy as np
 
 from jchop._common.bit_ops import CARRIERS
-from jchop._common.checks import as_numpy, check, check_int
+from jchop._common.checks import as_numpy, check, check_choice, check_int
 from jchop._common.settings import always_jit
 from jchop._core.rounding.elements import round_to_spec
 from jchop._round.flip import flip_bits
@@ -52,15 +52,8 @@ CHOP_FORMATS = {
 _CUSTOM_NAMES = ("c", "custom")
 #: Formats without subnormal numbers by default.
 FORMATS_WITHOUT_SUBNORMALS = ("b", "bfloat16")
-#: Rounding and overflow of each number of ``round``.
-CHOP_ROUNDINGS = {
-    1: ("nearest_even", "ieee"),
-    2: ("up", "ieee"),
-    3: ("down", "ieee"),
-    4: ("toward_zero", "ieee"),
-    5: ("stochastic", "propagate"),
-    6: ("stochastic_equal", "ieee"),
-}
+#: The rounding of each number of ``round``.
+CHOP_ROUNDINGS = {1: "nearest_even", 2: "up", 3: "down", 4: "toward_zero", 5: "stochastic", 6: "stochastic_equal"}
 _OPTION_NAMES = ("format", "subnormal", "round", "flip", "p", "explim", "params", "randfunc", "seed")
 _EXPONENT_BITS = {"float32": 8, "float64": 11}
 
@@ -114,12 +107,12 @@ def chop(x: Any, options: Any = None, /, **more: Any) -> Any:
     name, params = settings.get("format", "h"), settings.get("params")
     spec = chop_spec(name, subnormal, mode, explim, params, array.dtype.name)
     randfunc = settings.get("randfunc")
-    if not spec.rounding.stochastic or randfunc is None:
-        if spec.rounding.stochastic and key is None:
-            raise ValueError("round 5 and 6 draw random numbers: pass seed or randfunc")
-        result = round_to_format(array, spec, key)
-    else:
+    draws = spec.rounding.stochastic
+    if draws and randfunc is not None:
         result = round_by_randfunc(array, spec, randfunc)
+    else:
+        check(key is not None or not draws, "round 5 and 6 draw random numbers: pass seed or randfunc")
+        result = round_to_format(array, spec, key)
     if _switch_option(settings, "flip", False):
         if key is None:
             raise ValueError("flip=1 flips bits at random: pass seed")
@@ -130,18 +123,15 @@ def chop(x: Any, options: Any = None, /, **more: Any) -> Any:
 
 def chop_spec(name: Any, subnormal: bool | None, mode: Any, explim: bool, params: Any, dtype: str) -> Spec:
     """The spec for options of *chop* and data of a dtype, which bounds the exponents if `explim` is False."""
-    if name in _CUSTOM_NAMES:
-        bits, emax = _custom_params(params)
-    elif name in CHOP_FORMATS:
-        bits, emax = CHOP_FORMATS[name]
-    else:
-        raise ValueError(f"format={name!r} must be one of {', '.join(map(repr, (*CHOP_FORMATS, *_CUSTOM_NAMES)))}")
+    check_choice("format", name, (*CHOP_FORMATS, *_CUSTOM_NAMES))
+    bits, emax = _custom_params(params) if name in _CUSTOM_NAMES else CHOP_FORMATS[name]
     if subnormal is None:
         subnormal = name not in FORMATS_WITHOUT_SUBNORMALS
-    rounding, overflow = CHOP_ROUNDINGS[mode]
     if explim:
-        return Spec(chop_float_format(bits, emax, subnormal), rounding, overflow)
-    return Spec(FloatFormat(_EXPONENT_BITS.get(dtype, 8), bits - 1, subnormals=subnormal), rounding, overflow)
+        fmt = chop_float_format(bits, emax, subnormal)
+    else:
+        fmt = FloatFormat(_EXPONENT_BITS.get(dtype, 8), bits - 1, subnormals=subnormal)
+    return Spec(fmt, CHOP_ROUNDINGS[mode], "propagate" if mode == 5 else "ieee")
 
 
 def chop_float_format(bits: int, emax: int, subnormals: bool = True) -> FloatFormat:
@@ -162,15 +152,10 @@ def _custom_params(params: Any) -> tuple[int, int]:
 
 def _chop_options(options: Any, more: Mapping[str, Any]) -> dict[str, Any]:
     """The given options by name, without empty ones."""
-    if options is None:
-        settings = {}
-    elif isinstance(options, Mapping):
-        settings = dict(options)
-    elif hasattr(options, "__dict__"):
-        settings = dict(vars(options))
-    else:
+    given = options or {} if isinstance(options, Mapping | None) else getattr(options, "__dict__", None)
+    if given is None:
         raise TypeError(f"options={options!r} must be a dict, or an object with attributes")
-    settings |= more
+    settings = {**given, **more}
     for name in settings:
         if name not in _OPTION_NAMES:
             raise ValueError(f"option {name!r} is not known; allowed: {', '.join(_OPTION_NAMES)}")

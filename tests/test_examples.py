@@ -59,6 +59,13 @@ def printed(name, monkeypatch, capsys, tmp_path):
     return [line.split() for line in capsys.readouterr().out.splitlines()]
 
 
+def test_training_and_rollout_have_the_same_logits():
+    rollout = load("rollout")
+    rows = rollout.train(rollout.low, rollout.pack_masters, 5)
+    assert all(equal and divergence == 0 for _, equal, divergence in rows)
+    assert all(divergence > 0 for *_, divergence in rollout.train(rollout.logits, rollout.pack_copy, 2))
+
+
 def harmonic_prints_and_draws(monkeypatch, capsys, tmp_path):
     picture = tmp_path / "harmonic.png"
     monkeypatch.setattr(sys, "argv", ["harmonic.py", "--terms", "300", "--plot", str(picture)])

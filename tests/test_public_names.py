@@ -37,7 +37,8 @@ def loads(name: str) -> bool:
     """Whether what a module requires is there: torch is no part of the test environment."""
     spec = importlib.util.find_spec(name)
     assert spec is not None and spec.origin is not None
-    requires = re.search(r'^require_extra\(.*"torch"', Path(spec.origin).read_text(encoding="utf-8"), re.MULTILINE)
+    needs_torch = re.compile(r'^require_extra\(.*"torch"|^from jchop\.compat\._torch import', re.MULTILINE)
+    requires = needs_torch.search(Path(spec.origin).read_text(encoding="utf-8"))
     return requires is None or importlib.util.find_spec("torch") is not None
 
 

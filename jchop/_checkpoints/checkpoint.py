@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,15 +21,17 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jchop._checkpoints.gguf import GGUF_BLOCKS, READABLE_TYPES, GGUFFile, GGUFKeys, is_gguf
-from jchop._checkpoints.row import FLOAT8, SCALE_FORMATS
+from jchop._checkpoints.row import FLOAT8, SCALE_FORMATS, TensorSource
 from jchop._checkpoints.table import LAYOUTS, UnreadWeight, code_scale_pairs, detect_layout
+from jchop._common.bit_ops import CARRIERS
 from jchop._common.checks import check, check_bool, check_choice, place_in_errors
 from jchop._common.files import as_path, short_text
 from jchop._common.on_demand import is_module_of, load_name
 from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint
 from jchop._kernels.primitive import host_device
+from jchop._round.round_to_format import round_to_format
 from jchop._storage._array import QArray, named_sharding_of
-from jchop._storage._files.safetensors import ShardFiles
+from jchop._storage._files.safetensors import ShardFiles, TensorEntry
 from jchop._storage._quantize import StoredAs
 from jchop._storage._save import (
     QARRAYS_KEY,
@@ -71,6 +76,7 @@ class Checkpoint(ABC):
         items: the arrays by name.
         unread: why some of them cannot be read, as far as it is known before they are read.
         config: the fields of ``config.json``; empty if there is none.
+        dtype: of floats that are not quantized, and of QArrays; None for those of the file.
     """
 
     path: Path
@@ -78,13 +84,17 @@ class Checkpoint(ABC):
     items: dict[str, CheckpointItem]
     unread: dict[str, str]
     config: Mapping[str, Any]
+    dtype: np.dtype | None = None
 
     def read(self, name: str, exact: bool = True) -> QArray | np.ndarray:
         """An array, with NumPy leaves; ValueError for one that cannot be read."""
         if name in self.unread:
             raise ValueError(f"{self.path}: {self.unread[name]}")
         with place_in_errors(f"{self.path}: {short_text(name)}", _READ_ERRORS):
-            return self._read(name, exact)
+            value = self._read(name, exact)
+            if self.dtype is None or not jnp.issubdtype(value.dtype, jnp.floating):
+                return value
+            return replace(value, dtype=self.dtype) if isinstance(value, QArray) else _in_dtype(value, self.dtype)
 
     def gguf_keys(self) -> GGUFKeys | None:
         """The keys of a GGUF file; None if it is none."""
@@ -99,12 +109,71 @@ class Checkpoint(ABC):
         """An array that is not `unread`."""
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["tensors"], meta_fields=["layout", "config_text", "texts"])
+@dataclass(frozen=True, eq=False, repr=False)
+class EncodedCheckpoint:
+    """The tensors of a checkpoint in memory, as `jchop.encode_checkpoint` makes them: a pytree of arrays.
+
+    Args:
+        tensors: arrays by name.
+        layout: of the tensors, or "auto".
+        config_text: of ``config.json``.
+        texts: the metadata of a file with the tensors, in JSON.
+    """
+
+    tensors: Mapping[str, Any]
+    layout: str = "auto"
+    config_text: str = "{}"
+    texts: str = "{}"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The fields of ``config.json``, of which ``quantization_config`` says how weights are stored."""
+        return json.loads(self.config_text)
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The metadata of a safetensors file with the tensors."""
+        return json.loads(self.texts)
+
+    def __repr__(self) -> str:
+        return f"EncodedCheckpoint(layout={self.layout!r}, {len(self.tensors)} tensors)"
+
+    # -- what is read of files -----------------------------------------------------------------------------------------
+    path = Path("the arrays in memory")
+
+    @property
+    def files(self) -> tuple[EncodedCheckpoint]:
+        """This, as the only file."""
+        return (self,)
+
+    @cached_property
+    def entries(self) -> dict[str, TensorEntry]:
+        """The dtype and shape of each tensor."""
+        return {name: TensorEntry(np.dtype(array.dtype), tuple(array.shape)) for name, array in self.tensors.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor in the memory of the host."""
+        return np.asarray(self.tensors[name])
+
+
+def _in_dtype(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Floats rounded once to another dtype; ValueError if a finite one becomes infinite."""
+    if values.dtype == np.float64 and dtype.itemsize == 2:  # whose casts go through float32
+        values = np.asarray(round_to_format(values, dtype))
+    with np.errstate(over="ignore"):
+        result = values.astype(dtype)
+    lost = np.isinf(result) & np.isfinite(values)
+    check(not lost.any(), f"{values[lost][:1]} is beyond the largest number of dtype={dtype}")
+    return result
+
+
 @contextmanager
-def open_checkpoint(path: Path, layout: str) -> Iterator[Checkpoint]:
+def open_checkpoint(path: Path | EncodedCheckpoint, layout: str) -> Iterator[Checkpoint]:
     """A checkpoint, open until the end of the context.
 
     Args:
-        path: a file or a folder.
+        path: a file, a folder, or tensors in memory.
         layout: one of `LAYOUT_NAMES`, or "auto".
 
     Raises:
@@ -112,6 +181,11 @@ def open_checkpoint(path: Path, layout: str) -> Iterator[Checkpoint]:
         ValueError: for invalid files, or a layout that is not known or not theirs.
     """
     check_choice("layout", layout, ("auto", *LAYOUT_NAMES))
+    if isinstance(path, EncodedCheckpoint):
+        with place_in_errors(str(path.path), _READ_ERRORS):
+            checkpoint = _SafetensorsCheckpoint(path.path, path, path.layout if layout == "auto" else layout)
+        yield checkpoint
+        return
     gguf = not path.is_dir() and is_gguf(path)
     if gguf != (layout == GGUF_LAYOUT) and not (gguf and layout == "auto"):
         raise ValueError(f"{path} is {'a' if gguf else 'no'} GGUF file, and layout={layout!r}")
@@ -157,7 +231,7 @@ class _GGUFCheckpoint(Checkpoint):
 class _SafetensorsCheckpoint(Checkpoint):
     """Safetensors files."""
 
-    def __init__(self, path: Path, source: ShardFiles, layout: str) -> None:
+    def __init__(self, path: Path, source: TensorSource, layout: str) -> None:
         self.path, self._source, self.config = path, source, source.config
         own = any(QARRAYS_KEY in file.metadata for file in source.files)
         self.layout = layout if layout != "auto" else OWN_LAYOUT if own else detect_layout(source) or PLAIN_LAYOUT
@@ -213,7 +287,7 @@ _MOST_NAMES = 9
 
 
 def load_checkpoint(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Mapping[str, Any] | EncodedCheckpoint,
     layout: str = "auto",
     *,
     like: Any = None,
@@ -221,6 +295,7 @@ def load_checkpoint(
     exact: bool = True,
     skip: str | None = None,
     strict: bool = True,
+    dtype: Any = None,
 ) -> Any:
     """Reads a checkpoint of another program, quantized or not, as arrays and QArrays by name, or into a model.
 
@@ -233,7 +308,8 @@ def load_checkpoint(
 
     Args:
         path: a safetensors file, a folder with ``model.safetensors`` or ``model.safetensors.index.json`` and possibly
-            ``config.json``, or a GGUF file.
+            ``config.json``, or a GGUF file. Or what `jchop.encode_checkpoint` gives, or arrays by name, which are read
+            in the memory of the host.
         layout: ``"compressed-tensors"``, ``"gptq"``, ``"gptq_v2"``, ``"awq"``, ``"fp8"`` (DeepSeek),
             ``"bitsandbytes"``, ``"llm_int8"``, ``"torchao"``, ``"modelopt"``, ``"mlx"``, ``"mxfp4"`` (gpt-oss),
             ``"gguf"``, ``"jchop"`` (of `jchop.save`) or ``"plain"`` (every tensor as it is). Default ``"auto"``: by
@@ -249,6 +325,8 @@ def load_checkpoint(
             Default: none.
         strict: whether an array that cannot be read is an error. With False it is left out, and a warning
             (RuntimeWarning) names it. Default True.
+        dtype: to which floats that are not quantized are rounded, to nearest even, also those of `like`; and the dtype
+            of QArrays: float16, bfloat16, float32 or float64. Default: that of the file, or of `like`.
 
     Returns:
         JAX arrays and QArrays by name, such as ``"model.layers.0.mlp.up_proj.weight"``; or a new model or tree like
@@ -281,9 +359,17 @@ def load_checkpoint(
     check_bool("strict", strict)
     if skip is not None:
         check_path_pattern("skip", skip, "'visual'")
+    if isinstance(path, Mapping):
+        wrong = [name for name, array in path.items() if not isinstance(array, jax.Array | np.ndarray)]
+        check(not wrong, f"path has {short_text(wrong[:1])}, which is no array of JAX or NumPy")
+        path = EncodedCheckpoint(path)
+    home = path if isinstance(path, EncodedCheckpoint) else as_path("path", path)
+    if dtype is not None:
+        dtype = jnp.dtype(check_choice("dtype", jnp.dtype(dtype).name, tuple(CARRIERS)))
     if like is not None:
         check(strict, "strict=False has no effect beside like=, whose arrays are needed")
-        with open_checkpoint(as_path("path", path), layout) as source:
+        with open_checkpoint(home, layout) as source:
+            source.dtype = dtype
             fill = (
                 load_name("jchop._checkpoints.models", "fill_model") if is_module_of("flax.nnx", like) else _fill_tree
             )
@@ -291,7 +377,8 @@ def load_checkpoint(
     check(names is None, "names= has no effect without like=")
     arrays: dict[str, Any] = {}
     unread: dict[str, str] = {}
-    with open_checkpoint(as_path("path", path), layout) as source, jax.enable_x64(True):
+    with open_checkpoint(home, layout) as source, jax.enable_x64(True):
+        source.dtype = dtype
         wanted = [name for name in source.items if skip is None or not matches_path(skip, name)]
         for name in sorted(wanted, key=lambda name: name not in source.unread):  # errors before large arrays
             try:
@@ -313,14 +400,50 @@ def _fill_tree(source: Checkpoint, like: Any, names: TensorNaming | None, skip: 
     like_tree, rebuild = split_model(like)
     leaves = leaves_by_name(like_tree, QArray | StoredAs)
     leaf_names = [name if names is None else names(name) for name, _, _ in leaves]
-    check_tensor_names(source, leaf_names, skip)
+    leaf_names = [name_of_stack(name, source.items) for name in leaf_names]
+    stacks = [tuple(leaf.shape[: name.count("*")]) for name, (_, _, leaf) in zip(leaf_names, leaves, strict=True)]
+    parts = [
+        [name_in_stack(name, index) for index in np.ndindex(*stack)]
+        for name, stack in zip(leaf_names, stacks, strict=True)
+    ]
+    check_tensor_names(source, [one for several in parts for one in several], skip)
     arrays = []
-    for name, (_, _, leaf) in zip(leaf_names, leaves, strict=True):
+    for name, stack, several, (_, _, leaf) in zip(leaf_names, stacks, parts, leaves, strict=True):
+        cast = source.dtype if jnp.issubdtype(leaf.dtype, jnp.floating) else None
         with on_host():
-            array = in_shape_and_dtype(name, source.read(name, exact), leaf.shape, leaf.dtype)
-        arrays.append(to_devices(array, named_sharding_of(leaf)))
+            values = [
+                in_shape_and_dtype(one, source.read(one, exact), leaf.shape[len(stack) :], cast or leaf.dtype)
+                for one in several
+            ]
+            value = stacked(name, values, stack) if stack else values[0]
+        arrays.append(to_devices(value, named_sharding_of(leaf)))
     structure = jax.tree.structure(like_tree, is_leaf=lambda node: isinstance(node, QArray | StoredAs))
     return rebuild(structure.unflatten(arrays))
+
+
+def name_of_stack(name: str, file_names: Collection[str]) -> str:
+    """A name, with `*` where the names of a stack in a file have an index, if that is one place."""
+    steps = name.split(".")
+    if "*" in name or name in file_names:
+        return name
+    places = [places for count in (1, 2) for places in combinations(range(len(steps)), count)]
+    forms = [".".join(f"*.{step}" if at in chosen else step for at, step in enumerate(steps)) for chosen in places]
+    fits = [form for form in forms if form.replace("*", "0") in file_names]
+    return fits[0] if len(fits) == 1 else name
+
+
+def name_in_stack(name: str, index: Sequence[int]) -> str:
+    """The name of a tensor of a stack."""
+    for number in index:
+        name = name.replace("*", str(number), 1)
+    return name
+
+
+def stacked(name: str, parts: Sequence[Any], stack: tuple[int, ...]) -> Any:
+    """Arrays, or codes and scales, as one array with the axes of a stack in front, in the memory of the host."""
+    kinds = {str(part.spec) if isinstance(part, QArray) else f"not quantized ({part.dtype})" for part in parts}
+    check(len(kinds) == 1, f"the layers of {name!r} differ, and one array has one form: {', '.join(sorted(kinds))}")
+    return jax.tree.map(lambda *leaves: np.stack(leaves).reshape(*stack, *leaves[0].shape), *parts)
 
 
 @contextmanager

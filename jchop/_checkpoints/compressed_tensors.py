@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from jax.core import Tracer
 
 from jchop._checkpoints import row
 from jchop._common.checks import check
@@ -198,7 +199,7 @@ def _write_pack(q: QArray, exact: bool) -> row.WrittenWeight:
         "weight_shape": np.array(q.shape, np.int64),
     }
     if not symmetric:
-        parts["weight_zero_point"] = np.ascontiguousarray(row.codes_to_words(row.zero_codes(zero, bits).T, bits).T)
+        parts["weight_zero_point"] = row.codes_to_words(row.zero_codes(zero, bits).T, bits).T
     if facts["strategy"] == "tensor":  # a single scale, and a zero point that is not packed
         parts["weight_scale"] = scale.reshape(1)
         parts |= {} if symmetric else {"weight_zero_point": (zero - (1 << (bits - 1))).astype(np.int8).reshape(1)}
@@ -417,12 +418,12 @@ def _same_products(numbers: np.ndarray, factor: Any, scales: np.ndarray) -> bool
 
 
 def _divisor_of_e4m3(quotients: np.ndarray) -> np.float32:
-    """The number d with the quotients fl(s / d) of numbers s of e4m3; ValueError if there is none.
+    """The number d with the ascending quotients fl(s / d) of numbers s of e4m3; ValueError if there is none.
 
     The largest quotient is that of one of the numbers of e4m3, so few divisors are possible.
     """
     levels = np.arange(126, 0, -1, dtype=np.uint8).view(row.FLOAT8).astype(np.float32)
-    few = np.unique(quotients)
+    few = quotients
     if not few.size:
         return np.float32(1)
     with np.errstate(over="ignore", divide="ignore"):
@@ -447,7 +448,7 @@ def _write_nvfp4(q: QArray, exact: bool) -> row.WrittenWeight:
         with np.errstate(over="ignore", divide="ignore"):
             divisor = np.float32(1) / factor
         check(bool(np.isfinite(divisor) and divisor > 0), f"its tensor scale {factor} has no reciprocal")
-        numbers = np.unique(scale.astype(np.float32))
+        numbers = np.asarray(row.numpy_of(scale).unique(scale.view(np.uint8))).view(row.FLOAT8).astype(np.float32)
         with np.errstate(over="ignore"):
             quotients = numbers / divisor
         check(
@@ -456,10 +457,13 @@ def _write_nvfp4(q: QArray, exact: bool) -> row.WrittenWeight:
             "(--inexact of the command line) permits this, and a tensor scale that is a power of two avoids it",
         )
     else:
-        quotients = row.cast_exactly(row.float_scales(weight), np.float32, "scales")
+        quotients = row.cast_exactly(row.float_scales(weight), np.float32, "scales").view(np.int32)
         used = (weight.codes.reshape(*quotients.shape, 16) & 7).any(-1)  # the others are of zeros under any scale
-        divisor = _divisor_of_e4m3(quotients[used])
-        scale = np.where(used, quotients * divisor, np.float32(1)).astype(row.FLOAT8)
+        few = np.asarray(row.numpy_of(quotients).unique(quotients[used]))
+        divisor = _divisor_of_e4m3(few.view(np.float32))
+        table = np.append((few.view(np.float32) * divisor).astype(row.FLOAT8).view(np.uint8), _E4M3_ONE)
+        places = row.numpy_of(quotients).searchsorted(few, quotients)
+        scale = row.numpy_of(used).take(table, row.numpy_of(used).where(used, places, few.size)).view(row.FLOAT8)
     parts = {"weight_packed": row.pack_bits(weight.codes, 4), "weight_scale": scale}
     facts = row.weight_arguments(weight, "float", True) | {
         "strategy": "tensor_group",
@@ -503,9 +507,10 @@ MODELOPT_ROWS = (
 # -- mxfp4 and mxfp8: exponents + 127 ----------------------------------------------------------------------------------
 
 
-def _check_exponents(scale: np.ndarray) -> np.ndarray:
+def _check_exponents(scale: Any) -> Any:
+    """Exponents + 127. Those of a traced program are not known; they stay what they are."""
     check(scale.dtype == row.BYTE, f"weight_scale is of dtype {scale.dtype}, and must be uint8")
-    check(not (scale == _E8M0_NAN).any(), "a scale is 255, the code of NaN")
+    check(isinstance(scale, Tracer) or not (scale == _E8M0_NAN).any(), "a scale is 255, the code of NaN")
     return scale
 
 
@@ -584,8 +589,8 @@ def _gpt_oss_row(blocks: str, scales: str, name: str) -> row.LayoutRow:
         check(q.spec.scaled == mxfp4 and q.ndim > 1, "it is not mxfp4 along the last of two axes or more")
         check(batch_axes(q.spec, q.shape, q.scale) == 0, "vmap added axes to its scales")
         check(q.shape[-1] % 32 == 0, f"its last axis of {q.shape[-1]} is no multiple of 32")
-        codes = load_codes(np.asarray(q.qvalue), mxfp4.element).reshape(*q.shape[:-1], -1, 16)
-        return {blocks: codes, scales: _check_exponents(np.asarray(q.scale))}, {}
+        codes = load_codes(q.qvalue, mxfp4.element).reshape(*q.shape[:-1], -1, 16)
+        return {blocks: codes, scales: _check_exponents(q.scale)}, {}
 
     return row.LayoutRow(name, (blocks, scales), _look_blocks, _read_blocks, write, "mxfp4")
 

@@ -102,10 +102,10 @@ def _write_gptq(q: QArray, exact: bool, *, offset: int) -> row.WrittenWeight:
         f"the layout stores zero points minus {offset} in {bits} bits, and they range from {zero.min()} to {zero.max()}"
         + ("; gptq_v2 would fit" if offset and zero.min() >= 0 and zero.max() < 1 << bits else ""),
     )
-    scales = row.cast_exactly(np.ascontiguousarray(scale.T), np.float16, "scales")
+    scales = row.cast_exactly(scale.T, np.float16, "scales")
     parts = {
-        "qweight": np.ascontiguousarray(row.codes_to_words(codes, bits).T),
-        "qzeros": row.codes_to_words(np.ascontiguousarray(low.T.astype(np.uint8)), bits),
+        "qweight": row.codes_to_words(codes, bits).T,
+        "qzeros": row.codes_to_words(low.T.astype(np.uint8), bits),
         "scales": scales,
         "g_idx": (np.arange(columns) // size).astype(np.int32) if index is None else index,
     }
@@ -151,7 +151,7 @@ def _from_awq_order(words: np.ndarray) -> np.ndarray:
 
 def _to_awq_order(codes: np.ndarray) -> np.ndarray:
     eights = codes.reshape(codes.shape[0], -1, 8)[..., _AWQ_ORDER]
-    return row.codes_to_words(np.ascontiguousarray(eights.reshape(codes.shape)), 4)
+    return row.codes_to_words(eights.reshape(codes.shape), 4)
 
 
 def _write_awq(q: QArray, exact: bool) -> row.WrittenWeight:
@@ -162,9 +162,9 @@ def _write_awq(q: QArray, exact: bool) -> row.WrittenWeight:
     check(q.shape[0] % 8 == 0, f"its axis out has {q.shape[0]} indices, which is no multiple of 8")
     check(q.shape[1] % size == 0, f"its groups of {size} do not divide its axis in of {q.shape[1]}")
     parts = {
-        "qweight": _to_awq_order(np.ascontiguousarray(codes.T)),
-        "qzeros": _to_awq_order(np.ascontiguousarray(row.zero_codes(zero, 4).T)),
-        "scales": row.cast_exactly(np.ascontiguousarray(scale.T), np.float16, "scales"),
+        "qweight": _to_awq_order(codes.T),
+        "qzeros": _to_awq_order(row.zero_codes(zero, 4).T),
+        "scales": row.cast_exactly(scale.T, np.float16, "scales"),
     }
     return parts, {"bits": 4, "group_size": size, "zero_point": True, "version": "gemm"}
 
@@ -365,7 +365,7 @@ def _write_nf4(q: QArray, exact: bool) -> row.WrittenWeight:
     nibbles = weight.codes.reshape(-1, 2)[:, ::-1].reshape(1, -1)
     state = {"quant_type": "nf4", "blocksize": last, "dtype": str(np.dtype(q.dtype)), "shape": list(q.shape)}
     parts = {
-        "": row.pack_bits(np.ascontiguousarray(nibbles), 4).reshape(-1, 1),
+        "": row.pack_bits(nibbles, 4).reshape(-1, 1),
         ".absmax": scale.reshape(-1),
         ".quant_map": _NF4_MAP,
         _NF4_STATE: np.frombuffer(json.dumps(state).encode(), np.uint8),
@@ -523,8 +523,7 @@ def _write_int4(q: QArray, exact: bool) -> row.WrittenWeight:
     row.row_group_size(weight)
     scale, zero = row.float_scales(weight), weight.zero
     assert zero is not None
-    parts = {"qdata": row.pack_bits(weight.codes, 4).view(np.int8), "scale": np.ascontiguousarray(scale.T)}
-    parts["zero_point"] = np.ascontiguousarray(zero.T)
+    parts = {"qdata": row.pack_bits(weight.codes, 4).view(np.int8), "scale": scale.T, "zero_point": zero.T}
     data = {"block_size": _block_size(weight), "shape": list(q.shape)}
     return _torchao_record("Int4Tensor", data, parts, "Int4WeightOnlyConfig", {"group_size": data["block_size"][1]})
 

@@ -18,7 +18,10 @@ from jchop._checkpoints.checkpoint import (
     TensorNaming,
     check_tensor_names,
     in_shape_and_dtype,
+    name_in_stack,
+    name_of_stack,
     on_host,
+    stacked,
     to_devices,
 )
 from jchop._common.checks import check
@@ -29,11 +32,11 @@ from jchop._spec.spec import Spec
 from jchop._storage import QArray
 from jchop._storage._array import named_sharding_of
 from jchop._storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, axis_groupings, with_groupings
-from jchop.nn._nnx.layer_kinds import NNX_KINDS, NnxKind, attach, param_layout
+from jchop.nn._nnx.layer_kinds import NNX_KINDS, NnxKind, attach, codes_in_own_shape, param_layout
 from jchop.nn._nnx.layers import QUANTIZED_CLASSES, layer_entries
 from jchop.nn._nnx.lora import Adapted
-from jchop.nn._nnx.nodes import ModuleEntry, QuantizedParam
-from jchop.nn._nnx.rounding_modules import RoundedPromotion, rounding_module_in
+from jchop.nn._nnx.nodes import ModuleEntry, QuantizedParam, packed_nnx_variable
+from jchop.nn._nnx.rounding_modules import PackedForm, RoundedPromotion, rounding_module_in
 
 T = TypeVar("T", bound=nnx.Module)
 
@@ -52,8 +55,9 @@ def model_arrays(model: nnx.Module, names: TensorNaming | None) -> dict[str, Any
     """The arrays of a model by their names in a checkpoint, as that has them."""
     arrays: dict[str, Any] = {}
     for tensor in _model_tensors(model, names):
-        check(tensor.name not in arrays, f"names gives {tensor.name!r} to two parameters")
-        arrays[tensor.name] = tensor.value()
+        for name, value in tensor.arrays():
+            check(name not in arrays, f"names gives {name!r} to two parameters")
+            arrays[name] = value
     return arrays
 
 
@@ -64,7 +68,7 @@ def model_activations(model: nnx.Module, names: TensorNaming | None) -> dict[str
         product = tensor.kind.product if tensor.kind is not None and tensor.kind.layout is not None else None
         module = None if product is None else rounding_module_in(tensor.entry.module, product[0], product[1])
         if module is not None and module.how.left is not None and tensor.key == "kernel":
-            found[tensor.name] = module.how.left
+            found |= dict.fromkeys((name for name, _ in tensor.places()), module.how.left)
     return found
 
 
@@ -72,15 +76,19 @@ def fill_model(source: Checkpoint, like: T, names: TensorNaming | None, skip: st
     """A model like one, with the weights of a checkpoint."""
     result: Any = nnx.merge(*nnx.split(like), copy=True)
     tensors = list(_model_tensors(result, names, source.items))
-    check_tensor_names(source, [tensor.name for tensor in tensors], skip)
+    check_tensor_names(source, [name for tensor in tensors for name, _ in tensor.places()], skip)
     for _, group in groupby(tensors, key=lambda tensor: id(tensor.entry)):
         parts = list(group)
         with on_host():
-            codes_by_key = {part.key: q for part in parts if (q := part.put(source.read(part.name, exact))) is not None}
+            codes_by_key = {
+                part.key: q
+                for part in parts
+                if (q := part.put([source.read(name, exact) for name, _ in part.places()], source.dtype)) is not None
+            }
             if codes_by_key:
                 _attach_packed_params(parts[0], codes_by_key)
         for part in parts:
-            variable = getattr(part.entry.module, part.key) if part.key in codes_by_key else part.variable
+            variable = getattr(part.entry.module, part.key, part.variable)
             variable.set_value(to_devices(variable.get_value(), None))
     for keys, value in nnx.to_flat_state(nnx.state(result)):
         if isinstance(jax.tree.leaves(value)[0], jax.ShapeDtypeStruct):
@@ -95,13 +103,15 @@ class _FileForm(NamedTuple):
         layout: of the parameter's axes.
         shape: of the parameter.
         file_shape: of the matrix, or the number of a bias.
-        is_laid: whether the array has the axes of the layout already.
+        stack: how many axes in front come of a stack of layers, each of which has tensors of its own.
+        packed: the form of the codes, if the array is packed.
     """
 
     layout: OperandLayout
     shape: tuple[int, ...]
     file_shape: tuple[int, ...]
-    is_laid: bool
+    stack: int
+    packed: PackedForm | None
 
 
 class _ModelTensor(NamedTuple):
@@ -124,22 +134,40 @@ class _ModelTensor(NamedTuple):
         layout, stack = param_layout(layer, self.kind, self.key)
         shape = tuple(value.shape)
         if packed is not None:
-            shape, stack = packed.shape, value.ndim - len(packed.codes_shape)
+            shape, stack = (
+                (*shape[: value.ndim - len(packed.codes_shape)], *packed.shape),
+                value.ndim - len(packed.codes_shape),
+            )
         is_weight = self.kind.parameters[self.key] == "weight"
-        if stack or (is_weight and (self.kind.operation == "conv" or _keeps_batch(layer))):
+        if is_weight and (self.kind.operation == "conv" or _keeps_batch(layer)):
             raise ValueError(
                 f"{type(layer).__name__} at {self.entry.paths[0]!r}: {self.key} of shape {list(shape)} has no form in "
                 "checkpoints, which have matrices; jchop.save keeps it"
             )
-        is_laid = packed is not None and packed.layout is not None
+        shape = shape[stack:]
         if not is_weight or len(shape) < 2:
-            return _FileForm(layout, shape, (math.prod(shape),), is_laid)
+            return _FileForm(layout, shape, (math.prod(shape),), stack, packed)
         *free, inside = layout.shape(shape)
-        return _FileForm(layout, shape, (math.prod(free), inside), is_laid)
+        return _FileForm(layout, shape, (math.prod(free), inside), stack, packed)
 
-    def value(self) -> Any:
-        """The array as a checkpoint has it."""
+    def places(self) -> list[tuple[str, tuple[int, ...]]]:
+        """The names of its tensors; of those of a stack also their indexes."""
+        form, shape = self._form, self.variable.get_value().shape
+        stack = self.name.count("*") if form is None else form.stack
+        check(
+            self.name.count("*") == stack < 1 + len(shape),
+            f"{self.key} of shape {list(shape)} at {self.entry.paths[0]!r} is a stack of {stack} axes: names= "
+            f"must give a name with {stack} '*' for its indexes, as 'layers.*.up.weight', not {self.name!r}",
+        )
+        return [(name_in_stack(self.name, index), index) for index in np.ndindex(*shape[:stack])]
+
+    def arrays(self) -> Iterator[tuple[str, Any]]:
+        """The names of its tensors, and the arrays as a checkpoint has them."""
         value, form = self.variable.get_value(), self._form
+        for name, index in self.places():
+            yield name, self._in_file(jax.tree.map(lambda leaf, at=index: leaf[at], value) if index else value, form)
+
+    def _in_file(self, value: Any, form: _FileForm | None) -> Any:
         if isinstance(value, StoredAs) and value.input_factors is not None:
             raise ValueError(
                 f"{self.entry.paths[0]!r} has factors by which its inputs are multiplied when the model runs, which "
@@ -149,7 +177,8 @@ class _ModelTensor(NamedTuple):
             return value.stored if isinstance(value, StoredAs) else value
         value = value.stored if isinstance(value, StoredAs) else value
         try:
-            laid = value if form.is_laid else value.transpose(*form.layout.free, *form.layout.contracting)
+            is_laid = form.packed is not None and form.packed.layout is not None
+            laid = value if is_laid else value.transpose(*form.layout.free, *form.layout.contracting)
             try:
                 return laid.reshape(form.file_shape)
             except ValueError:
@@ -157,17 +186,50 @@ class _ModelTensor(NamedTuple):
         except ValueError as error:
             raise ValueError(f"{self.key} at {self.entry.paths[0]!r}: {error}") from None
 
-    def put(self, value: np.ndarray | QArray) -> QArray | None:
-        """Gives the model the array of a checkpoint, on the host if it has no sharding; a packed one comes back."""
-        form, current = self._form, self.variable.get_value()
-        shape = current.shape if form is None else form.file_shape
-        dtype = (isinstance(value, QArray) and getattr(self.entry.module, "dtype", None)) or current.dtype
-        numbers = in_shape_and_dtype(self.name, value, shape, dtype)
-        if isinstance(numbers, QArray):
-            return numbers if form is None else numbers.reshape(form.layout.shape(form.shape))
-        numbers = numbers if form is None else form.layout.back(numbers, form.shape)
-        sharding = named_sharding_of(current)
-        self.variable.set_value(numbers if sharding is None else jax.device_put(numbers, sharding))
+    def put(self, values: list[Any], cast: Any) -> QArray | None:
+        """Gives the model the arrays of a checkpoint, on the host if it has no sharding.
+
+        Packed ones come back if the layer must become one that holds them.
+        """
+        form, current, layer = self._form, self.variable.get_value(), self.entry.module
+        stack = tuple(current.shape[: self.name.count("*")])
+        shape = tuple(current.shape[len(stack) :]) if form is None else form.file_shape
+        cast = cast if jnp.issubdtype(current.dtype, jnp.floating) else None
+        dtype = cast or (isinstance(values[0], QArray) and getattr(layer, "dtype", None)) or current.dtype
+        parts: list[Any] = [
+            in_shape_and_dtype(name, value, shape, dtype)
+            for (name, _), value in zip(self.places(), values, strict=True)
+        ]
+        if form is not None:
+            parts = [
+                part.reshape(form.layout.shape(form.shape))
+                if isinstance(part, QArray)
+                else form.layout.back(part, form.shape)
+                for part in parts
+            ]
+        value = stacked(self.name, parts, stack) if stack else parts[0]
+        if isinstance(current, QArray | StoredAs):
+            check(
+                isinstance(value, QArray) and form is not None and form.packed is not None,
+                f"{self.name!r} is not packed in the checkpoint, and packed in like: pass a like that is not quantized",
+            )
+            assert form is not None and form.packed is not None
+            value, layout = codes_in_own_shape(value, form.layout, form.shape, len(stack))
+            check(
+                (value.spec, layout) == (form.packed.spec, form.packed.layout),
+                f"{self.name!r} is {value.spec} in the checkpoint, and {form.packed.spec} in like: quantize "
+                "like by the specs of the file, or not at all",
+            )
+            value = jax.tree.map(lambda new, old: to_devices(new, named_sharding_of(old)), value, current)
+        elif not isinstance(value, QArray):
+            sharding = named_sharding_of(current)
+            value = value if sharding is None else jax.device_put(value, sharding)
+        elif self.kind is None and "/" not in self.key:
+            setattr(layer, self.key, packed_nnx_variable(self.variable, value))
+            return None
+        else:
+            return value
+        self.variable.set_value(value)
         return None
 
 
@@ -214,7 +276,7 @@ def _attach_packed_params(tensor: _ModelTensor, codes_by_key: Mapping[str, QArra
 
 
 def _model_tensors(model: nnx.Module, names: TensorNaming | None, file_names: Any = ()) -> Iterator[_ModelTensor]:
-    """Every parameter of a model, by the first of its names that is in `file_names`."""
+    """Every parameter of a model, by the first of its names that is in `file_names`, or those of a stack are."""
     for _, node in nnx.iter_graph(model):
         if isinstance(node, Adapted):
             raise ValueError(
@@ -237,6 +299,5 @@ def _model_tensors(model: nnx.Module, names: TensorNaming | None, file_names: An
             last = key if kind is None else _CHECKPOINT_NAMES.get(key, key)
             tensor_names = [f"{file_path(path)}/{last}".strip("/").replace("/", ".") for path in entry.paths]
             tensor_names = [names(name) for name in tensor_names] if names is not None else tensor_names
-            yield _ModelTensor(
-                next((name for name in tensor_names if name in file_names), tensor_names[0]), key, variable, entry, kind
-            )
+            found = next((name for name in tensor_names if name in file_names), tensor_names[0])
+            yield _ModelTensor(name_of_stack(found, file_names), key, variable, entry, kind)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -21,6 +23,8 @@ from jchop.formats._catalogue import bfloat16, binary16, binary32, float8_e8m0fn
 
 #: The tensors of a weight, by the end of their names: ``weight_packed``, ``weight_scale``.
 TensorParts = Mapping[str, np.ndarray]
+#: `ShardFiles`, or an object with such `entries`, `config`, `metadata` and `read`.
+TensorSource = Any
 #: The dtypes and shapes of these tensors.
 TensorEntries = Mapping[str, TensorEntry]
 #: Gives the shape of a weight from its entries; None if they are of another row.
@@ -242,7 +246,12 @@ def qarray_of_codes(codes: np.ndarray, scale: Any, zero_point: Any, fmt: ScaledF
     return QArray(packed_codes, scale, zero_point, Spec(fmt), codes.shape[-1], np.dtype(np.float32))
 
 
-# -- the reverse -------------------------------------------------------------------------------------------------------
+# -- the reverse: arrays of NumPy for files, or those of JAX, which stay on their devices ------------------------------
+
+
+def numpy_of(*arrays: Any) -> Any:
+    """The module with the functions of arrays: `jax.numpy` if one of them is of JAX, else NumPy."""
+    return jnp if any(isinstance(array, jax.Array) for array in arrays) else np
 
 
 @dataclass(frozen=True)
@@ -269,10 +278,8 @@ def pieces(q: QArray, element: ElementFormat | None = None) -> Pieces:
     check(q.ndim == 2, f"it has shape {list(q.shape)}, and a stored weight has two axes (out, in)")
     check(batch_axes(q.spec, q.shape, q.scale) == 0, "vmap added axes to its scales")
     check(element in (None, fmt.element), f"its elements are not {element}")
-    codes = unpack_bits(load_codes(np.asarray(q.qvalue), fmt.element), fmt.element.bits, q.shape[-1])
-    scale = tuple(map(np.asarray, q.scale)) if isinstance(q.scale, tuple) else np.asarray(q.scale)
-    zero = None if q.zero_point is None else np.asarray(q.zero_point)
-    return Pieces(codes, scale, zero, fmt, axis_groupings(fmt, q.ndim))
+    codes = unpack_bits(load_codes(q.qvalue, fmt.element), fmt.element.bits, q.shape[-1])
+    return Pieces(codes, q.scale, q.zero_point, fmt, axis_groupings(fmt, q.ndim))
 
 
 def unsigned_pieces(parts: Pieces, bits: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -326,7 +333,8 @@ def group_by_column(parts: Pieces) -> tuple[Pieces, np.ndarray | None]:
     """
     if parts.kinds not in ((OWN_SCALE, OWN_SCALE), (OWN_SCALE, 1)) or isinstance(parts.scale, tuple):
         return parts, None
-    columns = [parts.scale, *([] if parts.zero is None else [parts.zero])]
+    scale, zero = np.asarray(parts.scale), None if parts.zero is None else np.asarray(parts.zero)
+    columns = [scale] if zero is None else [scale, zero]
     words = [np.ascontiguousarray(values.T).view(np.uint8).reshape(values.shape[1], -1) for values in columns]
     _, kind, counts = np.unique(np.concatenate(words, axis=1), axis=0, return_inverse=True, return_counts=True)
     size, kind = int(np.gcd.reduce(counts)), kind.reshape(-1)
@@ -336,16 +344,18 @@ def group_by_column(parts: Pieces) -> tuple[Pieces, np.ndarray | None]:
     index = np.empty(order.size, np.int32)
     index[order] = np.arange(order.size) // size
     first = order[::size]
-    zero = None if parts.zero is None else np.ascontiguousarray(parts.zero[:, first])
-    return replace(parts, scale=np.ascontiguousarray(parts.scale[:, first]), zero=zero, kinds=(OWN_SCALE, size)), index
+    zero = None if zero is None else zero[:, first]
+    return replace(parts, scale=scale[:, first], zero=zero, kinds=(OWN_SCALE, size)), index
 
 
-def cast_exactly(values: np.ndarray, dtype: Any, what: str) -> np.ndarray:
+def cast_exactly(values: Any, dtype: Any, what: str) -> Any:
     """Values in another dtype; ValueError if they change."""
     with np.errstate(over="ignore"):
         result = values.astype(dtype)
-    same = np.array_equal(result.astype(np.float64), values.astype(np.float64))
-    check(same, f"its {what} of dtype {values.dtype} are not exact in {np.dtype(dtype).name}")
+    if jnp.promote_types(values.dtype, dtype) != dtype:  # bits, since XLA may compare a subnormal number as zero
+        bits = f"u{values.dtype.itemsize}"
+        same = (result.astype(values.dtype).view(bits) == values.view(bits)).all()
+        check(same, f"its {what} of dtype {values.dtype} are not exact in {np.dtype(dtype).name}")
     return result
 
 
@@ -390,10 +400,11 @@ def unpack_bits(rows: np.ndarray, bits: int, count: int) -> np.ndarray:
         shifts = np.arange(0, 8, bits, dtype=np.uint8)
         codes = (rows[..., None] >> shifts) & np.uint8((1 << bits) - 1)
         return codes.reshape(*rows.shape[:-1], -1)[..., :count]
-    stream = np.unpackbits(rows, axis=-1, count=count * bits, bitorder="little").reshape(*rows.shape[:-1], count, bits)
-    codes = np.zeros(stream.shape[:-1], np.uint8)
-    for bit in range(bits):
-        codes |= stream[..., bit] << np.uint8(bit)
+    stream = numpy_of(rows).unpackbits(rows, axis=-1, count=count * bits, bitorder="little")
+    stream = stream.reshape(*rows.shape[:-1], count, bits)
+    codes = stream[..., 0]
+    for bit in range(1, bits):
+        codes = codes | stream[..., bit] << np.uint8(bit)
     return codes
 
 
@@ -406,12 +417,13 @@ def pack_bits(codes: np.ndarray, bits: int, multiple: int = 1) -> np.ndarray:
     if 8 % bits == 0:
         each = 8 // bits
         groups = _pad_rows(codes, size * each).reshape(*codes.shape[:-1], size, each)
-        rows = np.zeros(groups.shape[:-1], np.uint8)
-        for place in range(each):
-            rows |= groups[..., place] << np.uint8(bits * place)
+        rows = groups[..., 0]
+        for place in range(1, each):
+            rows = rows | groups[..., place] << np.uint8(bits * place)
         return rows
     stream = (codes[..., None] >> np.arange(bits, dtype=np.uint8)) & np.uint8(1)
-    return _pad_rows(np.packbits(stream.reshape(*codes.shape[:-1], count * bits), axis=-1, bitorder="little"), size)
+    stream = stream.reshape(*codes.shape[:-1], count * bits)
+    return _pad_rows(numpy_of(codes).packbits(stream, axis=-1, bitorder="little"), size)
 
 
 def codes_from_words(words: np.ndarray, bits: int, count: int, each: int | None = None) -> np.ndarray:
@@ -433,9 +445,7 @@ def word_count(count: int, bits: int, each: int | None = None) -> int:
     return -(-count * bits // 32) if each is None else -(-count // each)
 
 
-def _pad_rows(rows: np.ndarray, size: int) -> np.ndarray:
-    if rows.shape[-1] == size:
-        return np.ascontiguousarray(rows)
-    result = np.zeros((*rows.shape[:-1], size), rows.dtype)
-    result[..., : rows.shape[-1]] = rows
-    return result
+def _pad_rows(rows: Any, size: int) -> Any:
+    rows = np.ascontiguousarray(rows) if isinstance(rows, np.ndarray) else rows
+    more = size - rows.shape[-1]
+    return numpy_of(rows).pad(rows, [*((0, 0),) * (rows.ndim - 1), (0, more)]) if more else rows

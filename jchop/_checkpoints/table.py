@@ -14,10 +14,10 @@ import numpy as np
 
 from jchop._checkpoints import compressed_tensors as ct
 from jchop._checkpoints import layouts
-from jchop._checkpoints.row import BYTE, LayoutFacts, LayoutRow, config_groups, fact_field
+from jchop._checkpoints.row import BYTE, LayoutFacts, LayoutRow, TensorSource, config_groups, fact_field
 from jchop._common.checks import check, place_in_errors
 from jchop._common.files import json_object, short_text
-from jchop._storage._files.safetensors import ShardFiles, TensorEntry
+from jchop._storage._files.safetensors import TensorEntry
 
 #: The field of ``config.json``, and the ends of the names of weights.
 CONFIG_FIELD, WEIGHT_NAME = "quantization_config", "weight"
@@ -98,7 +98,7 @@ class CheckpointLayout:
         owners = self.owners(entries)
         return any(all(owner + part in entries for part in row.parts) for owner in owners for row in self.rows)
 
-    def find(self, source: ShardFiles) -> tuple[dict[str, LayoutWeight], dict[str, UnreadWeight]]:
+    def find(self, source: TensorSource) -> tuple[dict[str, LayoutWeight], dict[str, UnreadWeight]]:
         """The weights of a source by name; and those that would be misread, or fit no row of this layout.
 
         Raises:
@@ -143,7 +143,9 @@ class CheckpointLayout:
                 unread.setdefault(owner if owner in entries else f"{stem}{WEIGHT_NAME}", UnreadWeight(why, own))
         return unread
 
-    def _weight(self, module: str, source: ShardFiles, names: Sequence[str], facts: ChainMap[str, Any]) -> LayoutWeight:
+    def _weight(
+        self, module: str, source: TensorSource, names: Sequence[str], facts: ChainMap[str, Any]
+    ) -> LayoutWeight:
         stem, entries = self.stem(module), source.entries
         for row in self.rows:
             if self.records and row.name != facts.get("_type"):
@@ -165,7 +167,7 @@ class CheckpointLayout:
 _LONGEST_SHAPE_BYTES = 1 << 12
 
 
-def _shape_in(source: ShardFiles, name: str, shape_in: Callable[[np.ndarray], tuple[int, ...]]) -> tuple[int, ...]:
+def _shape_in(source: TensorSource, name: str, shape_in: Callable[[np.ndarray], tuple[int, ...]]) -> tuple[int, ...]:
     """The shape of a weight that one of its tensors holds."""
     with place_in_errors(f"tensor {short_text(name)}"):
         check(source.entries[name].nbytes <= _LONGEST_SHAPE_BYTES, f"it has more than {_LONGEST_SHAPE_BYTES} bytes")
@@ -188,7 +190,7 @@ def has_anchor(name: str, stem: str, anchor: str) -> bool:
     return name == end or name.endswith(f".{end}")
 
 
-def quantization_config(source: ShardFiles) -> dict[str, Any]:
+def quantization_config(source: TensorSource) -> dict[str, Any]:
     """The ``quantization_config`` of a model; empty if there is none."""
     return fact_field(source.config, CONFIG_FIELD, dict, {})
 
@@ -304,7 +306,7 @@ def fields_beside_weights(config: LayoutFacts) -> list[str]:
     return names + (["activation_scheme"] if quantization_config.get("activation_scheme") == "static" else [])
 
 
-def _metadata_record(source: ShardFiles, module: str) -> dict[str, Any]:
+def _metadata_record(source: TensorSource, module: str) -> dict[str, Any]:
     name = f"{module}.{WEIGHT_NAME}" if module else WEIGHT_NAME
     text = source.metadata.get(name)
     if text is None or len(text) > 1 << 14:
@@ -419,7 +421,7 @@ _AUTO_ROUND_LAYOUTS = {
 }  # fmt: skip
 
 
-def detect_layout(source: ShardFiles) -> str | None:
+def detect_layout(source: TensorSource) -> str | None:
     """The layout of a source: of its configuration, or else of the names of its tensors; None if nothing is quantized.
 
     Raises:

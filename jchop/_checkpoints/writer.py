@@ -26,6 +26,7 @@ from jchop._checkpoints.checkpoint import (
     LAYOUT_NAMES,
     OWN_LAYOUT,
     PLAIN_LAYOUT,
+    EncodedCheckpoint,
     TensorNaming,
     open_checkpoint,
 )
@@ -230,9 +231,7 @@ def _write_tensors(
     record, places, tensors = LayoutRecord(config=config), dict[str, int](), dict[str, safetensors.TensorEntry]()
     with tempfile.SpooledTemporaryFile(options.shard_bytes, dir=str(path.parent)) as file:  # until the header is known
         for job in jobs:
-            value = _in_model_dtype(job.make(), options)
-            for name, array in record.add(options.layout, job.name, value, options.exact, job.activation).items():
-                check(name not in tensors, f"two arrays have a tensor of the name {name!r}")
+            for name, array in record.add(job._replace(make=lambda job=job: _on_host(job.make())), options).items():
                 tensors[name], places[name] = safetensors.TensorEntry(array.dtype, tuple(array.shape)), file.tell()
                 file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
             position += job.nbytes
@@ -251,12 +250,8 @@ def _write_tensors(
     return {"rows": record.rows, "plain": record.plain, "tensors": list(entries), "size": size}
 
 
-def _in_model_dtype(value: ModelArray, options: WriteOptions) -> ModelArray:
-    """An array whose dtype, if it is quantized, is that of the model, which layouts without dtypes read as float32."""
-    dtype = options.config.get("dtype", options.config.get("torch_dtype"))
-    if isinstance(value, QArray) and options.layout in LAYOUTS and dtype in _MODEL_DTYPES:
-        return replace(value, dtype=_MODEL_DTYPES[dtype])
-    return value
+def _on_host(value: Any) -> Any:
+    return jax.tree.map(np.asarray, value)
 
 
 def _write_json(path: Path, value: Any) -> None:
@@ -271,8 +266,8 @@ def _write_json(path: Path, value: Any) -> None:
 _TIED_EMBEDDING, _TIED_HEAD = "embed_tokens", "lm_head"
 #: The dtypes of models in a configuration.
 _MODEL_DTYPES = {name: jnp.dtype(name) for name in ("float16", "bfloat16", "float32")}
-#: An array of a model and the bytes that it takes before it is written; it is made when it is needed.
-ModelArray = QArray | np.ndarray
+#: An array of a model. Its leaves, and the tensors that are made of it, are of NumPy for files, else of JAX.
+ModelArray = QArray | np.ndarray | np.generic | jax.Array
 
 
 class WriteJob(NamedTuple):
@@ -281,7 +276,7 @@ class WriteJob(NamedTuple):
     Args:
         name: of the array.
         nbytes: its bytes, by which files are divided.
-        make: gives the array, with NumPy leaves.
+        make: gives the array.
         activation: the spec to which its product rounds its inputs. Default: none.
     """
 
@@ -304,11 +299,13 @@ class LayoutRecord:
         rows: the row and the facts of each quantized weight by name.
         plain: the names and the numbers of axes of other arrays.
         config: whether a configuration stands beside the tensors.
+        tensors: the names of the tensors.
     """
 
     rows: dict[str, Any] = field(default_factory=dict)
     plain: dict[str, int] = field(default_factory=dict)
     config: bool = True
+    tensors: set[str] = field(default_factory=set)
 
     @classmethod
     def joined(cls, records: Sequence[Mapping[str, Any]]) -> LayoutRecord:
@@ -319,25 +316,32 @@ class LayoutRecord:
             result.plain |= one["plain"]
         return result
 
-    def add(
-        self, layout: str, name: str, value: ModelArray, exact: bool, activation: Spec | None = None
-    ) -> dict[str, np.ndarray]:
+    def add(self, job: WriteJob, options: WriteOptions) -> dict[str, Any]:
         """The tensors of an array, which is added.
 
         Raises:
             ValueError: if the layout has no form for the array; the message has a spec that it has.
         """
+        name, value, layout = job.name, job.make(), options.layout
         if not isinstance(value, QArray) or layout == PLAIN_LAYOUT:
             self.plain[name] = len(value.shape)
-            return {name: dequantize(value) if isinstance(value, QArray) else value}
-        if layout == OWN_LAYOUT:
+            tensors = {name: dequantize(value) if isinstance(value, QArray) else value}
+        elif layout == OWN_LAYOUT:
             self.rows[name] = [OWN_LAYOUT, qarray_description(value)]
-            return {part: np.asarray(leaf) for part, leaf in qarray_tensors(name, value).items()}
-        return self._add_in_rows(LAYOUTS[layout], name, value, exact, activation)
+            tensors = qarray_tensors(name, value)
+        else:
+            # Layouts without dtypes read float32.
+            dtype = options.config.get("dtype", options.config.get("torch_dtype"))
+            value = replace(value, dtype=_MODEL_DTYPES[dtype]) if dtype in _MODEL_DTYPES else value
+            tensors = self._add_in_rows(LAYOUTS[layout], name, value, options.exact, job.activation)
+        for tensor in tensors:
+            check(tensor not in self.tensors, f"two arrays have a tensor of the name {tensor!r}")
+        self.tensors.update(tensors)
+        return tensors
 
     def _add_in_rows(
         self, layout: CheckpointLayout, name: str, q: QArray, exact: bool, activation: Spec | None
-    ) -> dict[str, np.ndarray]:
+    ) -> dict[str, Any]:
         named = layout.appends or f".{name}".endswith(f".{WEIGHT_NAME}")
         check(
             named,
@@ -352,13 +356,15 @@ class LayoutRecord:
             )
         reasons = []
         inputs = activation_arguments(activation) if layout.activations and activation is not None else None
-        for row in sorted(layout.rows, key=lambda row: inputs is not None and not row.float_inputs):
+        rows = sorted(layout.rows, key=lambda row: inputs is not None and not row.float_inputs)
+        casts = [] if has_tracer(q) else rows
+        for row, cast in [*((row, False) for row in rows), *((row, True) for row in casts)]:
             try:
-                parts, facts = row.write(q, exact)
+                parts, facts = row.write(q.astype(row.fits.split()[0]) if cast else q, exact)
                 if not (self.config or layout.records):
                     _check_without_config(row, parts, q)
             except ValueError as error:
-                reasons.append(f"{row.name}: {error}")
+                reasons += [] if cast else [f"{row.name}: {error}"]
                 continue
             if inputs is not None and (row.float_inputs or inputs["type"] == "int"):
                 facts = {**facts, INPUT_ACTIVATIONS: inputs}
@@ -404,7 +410,7 @@ class LayoutRecord:
         return base | {CONFIG_FIELD: table_layout.config(modules, plain)}
 
 
-def _check_without_config(row: LayoutRow, parts: dict[str, np.ndarray], q: QArray) -> None:
+def _check_without_config(row: LayoutRow, parts: dict[str, Any], q: QArray) -> None:
     """Refuses tensors that need a configuration to be read; ValueError."""
     # The groups of gpt-oss, or of each column.
     has_own_groups = q.ndim != 2 or any(part.endswith("g_idx") for part in parts)
@@ -434,7 +440,7 @@ def _write_gguf(jobs: Sequence[WriteJob], target: Path, options: WriteOptions) -
     total, position = 2 * sum(job.nbytes for job in jobs), 0
     places: dict[str, tuple[int, tuple[int, ...], int]] = {}
     for job in jobs:
-        value = job.make()
+        value = _on_host(job.make())
         kind, data = _gguf_type_and_bytes(job.name, value)
         places[job.name] = (kind, tuple(value.shape), data.nbytes)
         position += job.nbytes
@@ -446,7 +452,7 @@ def _write_gguf(jobs: Sequence[WriteJob], target: Path, options: WriteOptions) -
         at = position
         file.write(header)
         for job in jobs:
-            data = _gguf_type_and_bytes(job.name, job.make())[1]
+            data = _gguf_type_and_bytes(job.name, _on_host(job.make()))[1]
             file.seek(starts[job.name])
             file.write(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
             at += job.nbytes
@@ -530,6 +536,67 @@ def save_checkpoint(
     path = files.as_path("path", path)
     if has_tracer(tree):
         raise TypeError("tree has traced arrays, and save_checkpoint writes values: call it outside of transformations")
+    options = WriteOptions(layout, dict(config or {}), exact, shard_bytes)
+    write_jobs(_jobs_of(tree, layout, names), path, options)
+
+
+def encode_checkpoint(
+    tree: Any,
+    layout: str,
+    *,
+    names: TensorNaming | None = None,
+    config: Mapping[str, Any] | None = None,
+    exact: bool = True,
+) -> EncodedCheckpoint:
+    """The tensors that `jchop.save_checkpoint` writes, as JAX arrays, for a program that takes them from memory.
+
+    The arrays have the bits of the file, and stay on the devices of `tree`. So an engine can take the weights of each
+    step of training. The result is a pytree, so it may be that of `jax.jit` if the spec alone decides the form. Numbers
+    decide it for NVFP4, integer zero points, and scales whose dtype must change. `jchop.load_checkpoint` reads it.
+
+    Args:
+        tree: as in `jchop.save_checkpoint`.
+        layout: as in `jchop.save_checkpoint`, without ``"gguf"``.
+        names: as in `jchop.save_checkpoint`.
+        config: as in `jchop.save_checkpoint`.
+        exact: as in `jchop.save_checkpoint`.
+
+    Returns:
+        An object with ``tensors``, arrays by name, and ``config``, the fields of ``config.json``.
+
+    Raises:
+        TypeError: for a leaf that is not an array.
+        ValueError: as of `jchop.save_checkpoint`; or if numbers of a traced array decide the form.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc
+        >>> q = jc.quantize(jnp.ones((32, 64)), "int4(group=32)")
+        >>> encoded = jax.jit(lambda q: jc.encode_checkpoint({"up.weight": q}, "compressed-tensors"))(q)
+        >>> sorted(encoded.tensors), encoded.tensors["up.weight_packed"].shape
+        (['up.weight_packed', 'up.weight_scale', 'up.weight_shape'], (32, 8))
+        >>> encoded.config["quantization_config"]["format"]
+        'pack-quantized'
+        >>> jc.load_checkpoint(encoded)["up.weight"].spec == q.spec
+        True
+    """
+    choices = tuple(name for name in LAYOUT_NAMES if name != GGUF_LAYOUT)
+    options = WriteOptions(check_choice("layout", layout, choices), dict(config or {}), check_bool("exact", exact))
+    record, tensors = LayoutRecord(), {}
+    with jax.enable_x64(True):
+        for job in _jobs_of(tree, layout, names):
+            try:
+                tensors |= {name: jnp.asarray(part) for name, part in record.add(job, options).items()}
+            except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+                raise ValueError(
+                    f"{job.name!r}: its numbers decide its form in the layout {layout}, and jax.jit does not know "
+                    "them; call encode_checkpoint outside of transformations"
+                ) from None
+    texts = json.dumps(record.full_config(layout, options.config)), json.dumps(record.metadata(layout))
+    return EncodedCheckpoint(tensors, layout, *texts)
+
+
+def _jobs_of(tree: Any, layout: str, names: TensorNaming | None) -> list[WriteJob]:
+    """The arrays of a model or a tree by their names in a file."""
     # Files of `jchop.save` have what is stored.
     packed_types = QArray if layout == OWN_LAYOUT else QArray | StoredAs
     jobs, activations = [], dict[str, Spec]()
@@ -553,10 +620,8 @@ def save_checkpoint(
         codes = leaf.stored if isinstance(leaf, StoredAs) else leaf
         nbytes = _layout_bytes(layout, codes.nbytes, leaf.shape, isinstance(leaf, packed_types))
         numbers = leaf.dequantize if isinstance(leaf, StoredAs) else lambda leaf=leaf: leaf
-        make = lambda numbers=numbers: jax.tree.map(np.asarray, numbers())  # noqa: E731
-        jobs.append(WriteJob(name, nbytes, make, activations.get(name)))
-    options = WriteOptions(layout, dict(config or {}), exact, shard_bytes)
-    write_jobs(jobs, path, options)
+        jobs.append(WriteJob(name, nbytes, numbers, activations.get(name)))
+    return jobs
 
 
 def convert_checkpoint(

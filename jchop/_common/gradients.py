@@ -67,16 +67,10 @@ def _pull_back_by_rule(cotangent: Array, *residuals: Any, rule: Callable[..., Ar
 
 
 def _batch_on_cotangent(args, dims, *, rule, vmaps):
-    tangent, *residuals = args
     size = next(arg.shape[dim] for arg, dim in zip(args, dims, strict=True) if dim is not None)
-    if dims[0] is None:  # the cotangent has a row for each row of the residuals
-        tangent = jnp.broadcast_to(tangent, (size, *tangent.shape))
-    else:
-        tangent = jnp.moveaxis(tangent, dims[0], 0)
-    residuals = [
-        residual if dim is None else jnp.moveaxis(residual, dim, 0)
-        for residual, dim in zip(residuals, dims[1:], strict=True)
-    ]
+    # The cotangent has a row for each row of the residuals.
+    tangent = batching.bdim_at_front(args[0], dims[0], size)
+    residuals = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(args[1:], dims[1:], strict=True)]
     axes = (0, *(None if dim is None else 0 for dim in dims[1:]))
     return _on_cotangent_p.bind(tangent, *residuals, rule=rule, vmaps=(*vmaps, axes)), 0
 
@@ -298,14 +292,13 @@ def _batch_linear(axis: Any, args: Any, dims: Any, *, there: Any, back: Any) -> 
     args, dims, vmap_options = _batch_operands(axis, args, dims, there.effects | back.effects)
     if vmap_options is None:
         return _linear_p.bind(*args, there=there, back=back), None
-    if dims[0] is None:  # the cotangent has a row for each row of the residuals
-        args[0], dims[0] = jnp.broadcast_to(args[0], (axis.size, *args[0].shape)), 0
-    to_first = jnp.moveaxis(args[0], dims[0], 0)
+    # The cotangent has a row for each row of the residuals.
+    tangent = batching.bdim_at_front(args[0], dims[0], axis.size)
 
     def batch_fun(program: Any) -> Callable[..., Any]:
         return jax.vmap(lambda *values: jaxpr_as_fun(program)(*values)[0], in_axes=(0, *dims[1:]), **vmap_options)
 
-    return linear_with_transpose(batch_fun(there), batch_fun(back), to_first, *args[1:]), 0
+    return linear_with_transpose(batch_fun(there), batch_fun(back), tangent, *args[1:]), 0
 
 
 _linear_p.def_impl(_run_linear)

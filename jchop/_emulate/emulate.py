@@ -97,10 +97,12 @@ def emulate(
             of the program. It must be wide enough for the format.
         rules: other arithmetic for parts of the program, as a mapping. A key is a pattern ([](patterns.md)) for a piece
             of the path of an operation. The path has the names of `jax.named_scope` and `jax.jit`, then the primitive:
-            ``"exp"``, ``"block*/norm"``, ``"softmax/exp"``, ``"!softmax"``. A value is a spec, None for the carrier, a
-            `MatmulSpec` in place of `accumulate`, or a Python function in place of a primitive. The function gets the
-            primitive's rounded operands, and the parameters as keywords; its results are rounded once. The first key
-            that matches counts.
+            ``"exp"``, ``"block*/norm"``, ``"softmax/exp"``, ``"!softmax"``. A key with a line, as ``"model.py:20"`` or
+            ``"model.py:20/add"``, names operations by source. A value is a spec, None for the carrier, ``"wide"``, a
+            `MatmulSpec` in place of `accumulate`, or a Python function in place of a primitive. After None the next
+            operation rounds the results. After ``"wide"`` no operation that reads them does; they stay wide where they
+            are moved, chosen or negated. The function gets the primitive's rounded operands, and the parameters as
+            keywords; its results are rounded once. The first key that matches counts.
         accumulate: the order and the roundings of sums, a `MatmulSpec`. The sum is then rounded to `spec`. Cumulative
             sums, and products along axes, are sequential for every order. Default None: **the carrier's own sum**,
             rounded once at the end.
@@ -221,10 +223,12 @@ class EmulatedFunction:
 
         def report(self, *args: Any, **options: Any) -> Any: ...
         def blame(self, *args: Any, **options: Any) -> Any: ...
+        def what_if(self, *args: Any, **options: Any) -> Any: ...
 
     else:
         report = LazyMethod("jchop._insight.reports.report", "report")
         blame = LazyMethod("jchop._insight.reports.blame", "blame")
+        what_if = LazyMethod("jchop._insight.reports.gains", "what_if")
 
     def __init__(self, fun: Callable[..., Any], settings: Settings, key: Array | None) -> None:
         self.fun, self.settings, self.key = fun, settings, key

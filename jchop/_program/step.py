@@ -35,6 +35,13 @@ def source_line_of(info: Any, outer: str = "") -> str:
     return next(lines, outer)
 
 
+def source_function_of(info: Any) -> str:
+    """File and function of the innermost frame outside of JAX, jchop and libraries of layers; else empty."""
+    frames = () if info.traceback is None else info.traceback.frames
+    names = (f"{f.file_name}:{f.function_name}" for f in frames if not is_library_file(f.file_name))
+    return next(names, "")
+
+
 def is_library_file(file: str) -> bool:
     """Whether a file is part of JAX, jchop or a library of layers."""
     return file.startswith(_LIBRARY_PATHS) or any(part in file for part in _LAYER_LIBRARIES)

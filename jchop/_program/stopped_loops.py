@@ -30,10 +30,16 @@ def warn_of_stop(
 ) -> None:
     """Warn that a loop was stopped, if its condition still holds anywhere; the warning points to the condition."""
     if np.any(goes_on):
-        text = text_of_stop(step, comparisons, f"after max_turns={turns} turns", goes_on, operands)
-        file, _, line = _source_of_condition(step, comparisons).rpartition(":")
-        registry = globals().setdefault("__warningregistry__", {})  # Python's own, so that its filters work
-        warnings.warn_explicit(text, RuntimeWarning, file, int(line or 1), registry=registry)
+        warn_at_condition(
+            step, comparisons, text_of_stop(step, comparisons, f"after max_turns={turns} turns", goes_on, operands)
+        )
+
+
+def warn_at_condition(step: ProgramStep, comparisons: Sequence[ProgramStep], text: str) -> None:
+    """A warning that points to the condition of a loop."""
+    file, _, line = source_of_condition(step, comparisons).rpartition(":")
+    registry = globals().setdefault("__warningregistry__", {})  # Python's own, so that its filters work
+    warnings.warn_explicit(text, RuntimeWarning, file, int(line or 1), registry=registry)
 
 
 def text_of_stop(
@@ -48,7 +54,7 @@ def text_of_stop(
         goes_on: the condition, for every loop of a batch.
         operands: the operands of each comparison.
     """
-    source = _source_of_condition(step, comparisons)
+    source = source_of_condition(step, comparisons)
     rows = zip(comparisons, operands, strict=True)
     pairs = "; ".join(dict.fromkeys(_comparison_values(one, goes_on, *map(np.asarray, pair)) for one, pair in rows))
     file, _, line = source.rpartition(":")
@@ -58,7 +64,7 @@ def text_of_stop(
     return f"a while loop was stopped {when}; its condition{place} still holds" + (f": {pairs}" if pairs else "")
 
 
-def _source_of_condition(step: ProgramStep, comparisons: Sequence[ProgramStep]) -> str:
+def source_of_condition(step: ProgramStep, comparisons: Sequence[ProgramStep]) -> str:
     outer = source_line_of(step.eqn.source_info)
     inside = (source_line_of(one.eqn.source_info, outer) for one in (*comparisons, *step.inner[0].steps))
     return next((line for line in inside if line), outer)

@@ -57,8 +57,8 @@ class KVRows:
     @staticmethod
     def empty(shape: Sequence[int], spec: Spec | None, dtype: Any) -> KVRows:
         """Zeros: no tokens yet."""
-        leaves = jax.eval_shape(partial(_quantize_kv_rows, spec=spec), jax.ShapeDtypeStruct(tuple(shape), dtype))
-        words = tuple(jnp.zeros(leaf.shape, _kv_word_dtype(leaf.dtype)) for leaf in jax.tree.leaves(leaves))
+        leaves = jax.tree.leaves(_abstract_kv_rows(shape, spec, dtype))
+        words = tuple(jnp.zeros(leaf.shape, _kv_word_dtype(leaf.dtype)) for leaf in leaves)
         return KVRows(words, spec, shape[-1], np.dtype(dtype))
 
     def part(self, take: Callable[[Array], Array]) -> KVRows:
@@ -78,15 +78,11 @@ class KVRows:
         )
         return replace(self, words=tuple(words))
 
-    def tokens(self) -> QArray | Array:
-        """The tokens as a QArray or an array."""
-        tree, dtypes = _kv_rows_structure(self.spec, self.size, self.dtype)
-        leaves = (lax.bitcast_convert_type(word, dtype) for word, dtype in zip(self.words, dtypes, strict=True))
-        return jax.tree.unflatten(tree, leaves)
-
     def numbers(self) -> Array:
         """The tokens as numbers."""
-        tokens = self.tokens()
+        tree, dtypes = _kv_rows_structure(self.spec, self.size, self.dtype)
+        leaves = (lax.bitcast_convert_type(word, dtype) for word, dtype in zip(self.words, dtypes, strict=True))
+        tokens = jax.tree.unflatten(tree, leaves)
         return dequantize(tokens) if isinstance(tokens, QArray) else tokens
 
 
@@ -121,13 +117,15 @@ def _quantize_kv_rows(x: Array, spec: Spec | None) -> QArray | Array:
     return x if spec is None else quantize(x, spec)
 
 
+def _abstract_kv_rows(shape: Sequence[int], spec: Spec | None, dtype: Any) -> Any:
+    """The shapes and dtypes of stored tokens."""
+    return jax.eval_shape(partial(_quantize_kv_rows, spec=spec), jax.ShapeDtypeStruct(tuple(shape), dtype))
+
+
 @lru_cache(maxsize=64)
 def _kv_rows_structure(spec: Spec | None, size: int, dtype: np.dtype) -> tuple[Any, tuple[np.dtype, ...]]:
     """The structure of stored tokens, and the dtypes of its leaves."""
-    token = jax.eval_shape(
-        partial(_quantize_kv_rows, spec=spec), jax.ShapeDtypeStruct((1,) * (KV_NDIM - 1) + (size,), dtype)
-    )
-    leaves, tree = jax.tree.flatten(token)
+    leaves, tree = jax.tree.flatten(_abstract_kv_rows((1,) * (KV_NDIM - 1) + (size,), spec, dtype))
     return tree, tuple(leaf.dtype for leaf in leaves)
 
 
@@ -244,16 +242,9 @@ class KVCache:
 
     @staticmethod
     def paged(
-        shape: Sequence[int],
-        *,
-        pages: int,
-        page_size: int,
-        keys: _KVSpec = None,
-        values: _KVSpec = None,
-        dtype: Any = jnp.float32,
-        rotation: Hadamard | None = None,
-        recent: int = 0,
-    ) -> KVCache:
+        shape: Sequence[int], *, pages: int, page_size: int, keys: _KVSpec = None, values: _KVSpec = None,
+        dtype: Any = jnp.float32, rotation: Hadamard | None = None, recent: int = 0,
+    ) -> KVCache:  # fmt: skip
         """An empty cache whose sequences share pages of slots, so that short ones need little memory.
 
         `update` gives a sequence the free page of the lowest number if a token needs one; `release` returns pages.
@@ -574,12 +565,9 @@ class KVCache:
 
     def __repr__(self) -> str:
         layout = "paged" if self.table is not None else "full" if self.window is None else "rolling"
-        facts = [
-            f"{name}={str(rows.spec)!r}" for name, rows in (("keys", self.key_slots), ("values", self.value_slots))
-        ]
-        facts += [] if self.window is None else [f"window={self.window}"]
-        facts += [] if self.rotation is None else [f"rotation={self.rotation}"]
-        facts += [] if self.recent is None else [f"recent={self.recent.window}"]
+        options = {"window": self.window, "rotation": self.rotation, "recent": self.recent and self.recent.window}
+        facts = [f"keys={str(self.key_slots.spec)!r}", f"values={str(self.value_slots.spec)!r}"]
+        facts += [f"{name}={value}" for name, value in options.items() if value is not None]
         shape = getattr(self.slot_positions, "shape", None)  # none, if something else stands for the leaves
         return f"KVCache({layout}, slots={shape}, {', '.join(facts)}, dtype={self.dtype.name})"
 

@@ -17,8 +17,9 @@ from jax import Array, export
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from jchop._common.bit_ops import fit_sharding, parts_of_axes, reshape
+from jchop._common.bit_ops import CARRIERS, fit_sharding, parts_of_axes, reshape
 from jchop._common.checks import check, check_instance, check_int
+from jchop._common.on_demand import load_name
 from jchop._core.scaled_bodies import flatten_scales, unflatten_scales
 from jchop._spec.spec import Spec, parse
 from jchop._storage import _axis_groupings as groupings
@@ -178,7 +179,26 @@ class QArray:
     __hash__ = object.__hash__
 
     def astype(self, dtype: Any) -> Any:
-        """Returns the numbers in a carrier, as `jchop.dequantize` gives them."""
+        """Returns the numbers in a carrier, as `jchop.dequantize` gives them; or the same numbers under another spec.
+
+        Args:
+            dtype: a dtype; or a scaled format, a `Spec` or a text of one, which must hold every number.
+
+        Returns:
+            An array, or a QArray.
+
+        Raises:
+            ValueError: for a number that the spec does not hold. The message names the first.
+
+        Example:
+            >>> import jax.numpy as jnp, jchop as jc
+            >>> q = jc.quantize(jnp.linspace(-3, 3, 64).reshape(2, 32), "mxfp4")
+            >>> eight = q.astype("float8_e4m3fn(channel=0)")
+            >>> bool((jc.dequantize(eight) == jc.dequantize(q)).all()), eight.scale.tolist()
+            (True, [[0.0078125], [0.0078125]])
+        """
+        if isinstance(dtype, Spec | ScaledFormat) or (isinstance(dtype, str) and dtype not in CARRIERS):
+            return load_name("jchop._storage._cast", "cast_qarray")(self, dtype)
         return _codes.decode_qarray(self.form(dtype), self.qvalue, self.scale, self.zero_point, self.places)
 
     def __matmul__(self, other: Any) -> Any:

@@ -144,7 +144,7 @@ def psum_scatter(
     check_bool("tiled", tiled)
 
     def moves(v: Array) -> _Moves:
-        axis = _collective_axis("scatter_dimension", scatter_dimension, v.ndim)
+        axis = collective_axis("scatter_dimension", scatter_dimension, v.ndim)
         piece_shape = _check_piece_shape(wire, v.shape, axis, tiled, f"scatter_dimension={scatter_dimension}")
         return partial(_scatter_piece, axis, tiled, piece_shape), partial(_gather_pieces, axis, tiled)
 
@@ -188,7 +188,7 @@ def all_gather(
     check_bool("tiled", tiled)
 
     def moves(v: Array) -> _Moves:
-        joined = _collective_axis("axis", axis, v.ndim + (not tiled))
+        joined = collective_axis("axis", axis, v.ndim + (not tiled))
         if tiled:
             messages.check_whole_groups(wire.spec, v.shape, joined, wire.axes.size, f"axis={axis}")
         return partial(_gather_pieces, joined, tiled), partial(_scatter_piece, joined, tiled, v.shape)
@@ -237,8 +237,8 @@ def all_to_all(
     check_bool("tiled", tiled)
 
     def moves(v: Array) -> _Moves:
-        split = _collective_axis("split_axis", split_axis, v.ndim)
-        concat = _collective_axis("concat_axis", concat_axis, v.ndim)
+        split = collective_axis("split_axis", split_axis, v.ndim)
+        concat = collective_axis("concat_axis", concat_axis, v.ndim)
         _check_piece_shape(wire, v.shape, split, tiled, f"split_axis={split_axis}")
         return partial(_exchange_pieces, split, concat, tiled), partial(_exchange_pieces, concat, split, tiled)
 
@@ -311,8 +311,9 @@ def check_collective(
     return Wire(axes, spec, algorithm, arithmetic), key
 
 
-def _collective_axis(name: str, axis: int, ndim: int) -> int:
-    check(ndim, f"{name}={axis!r}: x has no axes")
+def collective_axis(name: str, axis: int, ndim: int) -> int:
+    """An axis of arrays with `ndim` axes, counted from the first."""
+    check(ndim, f"{name}={axis!r}: x has an array without axes")
     return check_int(name, axis, -ndim, ndim - 1) % ndim
 
 

@@ -25,7 +25,7 @@ from jchop._storage._array import group_length
 from jchop._storage._axis_groupings import WHOLE_AXIS, axes_from_end, axis_groupings
 from jchop._storage._codes import packs_codes
 from jchop.distributed import _messages as messages
-from jchop.distributed._collectives import check_collective
+from jchop.distributed._collectives import check_collective, collective_axis
 from jchop.distributed._messages import AxisName, RankAxes
 from jchop.formats import ScaledFormat
 
@@ -65,20 +65,14 @@ def quantize_parts(x: Any, axis_name: AxisName, spec: SpecLike, key: Array | Non
     """
     wire, key = check_collective(axis_name, spec, key, x)
     spec, axes = wire.spec, wire.axes
-    parts: list[_ArrayPart] = []
-
-    def prepare(v: Array, k: Array | None) -> Array:
-        check(v.ndim, "x has an array without axes, of which no axis can be cut")
-        cut_axis = check_int("axis", axis, -v.ndim, v.ndim - 1) % v.ndim
-        parts.append(_array_part(messages.vary_over(v, axes), k, spec, axes, cut_axis))
-        return v
-
     with jax_default_settings():
-        messages.map_leaves(x, key, prepare)
+        leaves, structure = messages.carrier_leaves(x)
+        keys = [messages.fold_in_numbers(key, index) for index in range(len(leaves))]
+        parts = [_array_part(leaf, k, spec, axes, axis) for leaf, k in zip(leaves, keys, strict=True)]
         # XLA joins the maxima of all arrays to one all-reduce.
         ends = lax.pmax([part.ends() for part in parts if part.shares_scales], axes.name)
         qarrays = [part.to_qarray(axes, ends.pop(0) if part.shares_scales else None) for part in parts]
-    return jax.tree.structure(x).unflatten(qarrays)
+    return structure.unflatten(qarrays)
 
 
 @dataclass(frozen=True)
@@ -159,6 +153,7 @@ class _ArrayPart:
 
 
 def _array_part(x: Array, key: Array | None, spec: Spec, axes: RankAxes, axis: int) -> _ArrayPart:
+    x, axis = messages.vary_over(x, axes), collective_axis("axis", axis, x.ndim)
     messages.check_whole_groups(spec, x.shape, axis, axes.size, f"axis={axis}")
     if axis == x.ndim - 1 and packs_codes(spec.element) and x.shape[axis] * spec.element.bits % 8:
         raise ValueError(f"axis={axis}: parts of length {x.shape[axis]} do not fill bytes of codes of {str(spec)!r}")
@@ -263,7 +258,7 @@ def _take_layer(tree: Any, entry: Any) -> Any:
 
 
 def _gather_leaf(leaf: Any, axes: RankAxes, axis: int) -> Any:
-    dim = check_int("axis", axis, -len(leaf.shape), len(leaf.shape) - 1) % len(leaf.shape)
+    dim = collective_axis("axis", axis, len(leaf.shape))
     if not isinstance(leaf, QArray):
         return messages.all_gather_over(leaf, axes, dim, tiled=True)
     size, length, group_size, fmt = leaf.length, leaf.shape[dim], group_length(leaf, dim), leaf.spec.scaled

@@ -44,7 +44,7 @@ class _MathSettings(Settings):
     In a function with sums, all that follows a sum is rounded as the sums are.
     """
 
-    def choose(self, primitive: str, scope: str, used: set[str] | None = None) -> ArithmeticChoice:
+    def choose(self, primitive: str, scope: str, used: set[str] | None = None, line: str = "") -> ArithmeticChoice:
         """The arithmetic of a primitive."""
         spec, how = self.spec, self.accumulate
         if primitive in _SUMS:

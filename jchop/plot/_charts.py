@@ -19,17 +19,11 @@ if TYPE_CHECKING:
 
 BLUE, ORANGE, INK, RED = "#31688e", "#d95f02", "#333333", "#b2182b"
 BAR_COLOURS = (BLUE, ORANGE, RED, "#7b3294")
-_MAX_PLOT_BITS = 16
-
-
-def need_matplotlib() -> None:
-    """ModuleNotFoundError that names the extra ``plot``, if Matplotlib is missing."""
-    require_extra("jchop.plot", "plot", ("matplotlib",))
 
 
 def new_figure(width: float, height: float, title: str, size: float = 15) -> Figure:
     """An empty figure with a title; sizes are in inches and points."""
-    need_matplotlib()
+    require_extra("jchop.plot", "plot", ("matplotlib",))
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
@@ -37,7 +31,7 @@ def new_figure(width: float, height: float, title: str, size: float = 15) -> Fig
     return figure
 
 
-def element_format_of(fmt: ElementFormat | str) -> ElementFormat:
+def element_format_of(fmt: ElementFormat | str, most_bits: int = 16) -> ElementFormat:
     """The element format that `fmt` is or names.
 
     Raises:
@@ -46,14 +40,11 @@ def element_format_of(fmt: ElementFormat | str) -> ElementFormat:
     """
     element = parse_format(fmt) if isinstance(fmt, str) else fmt
     if not isinstance(element, ElementFormat):
-        alternative = (
-            f"its element {str(element.element)!r}" if isinstance(element, ScaledFormat) else "a format or its text"
-        )
+        scaled = isinstance(element, ScaledFormat)
+        alternative = f"its element {str(element.element)!r}" if scaled else "a format or its text"
         raise TypeError(f"fmt={str(fmt)!r} has no values of its own to draw; pass {alternative}")
-    if element.bits > _MAX_PLOT_BITS:
-        raise ValueError(
-            f"fmt={element} has {element.bits} bits; formats of at most {_MAX_PLOT_BITS} bits can be drawn"
-        )
+    if element.bits > most_bits:
+        raise ValueError(f"fmt={element} has {element.bits} bits; formats of at most {most_bits} bits can be drawn")
     return element
 
 
@@ -104,19 +95,7 @@ def draw_frame(axes: Axes, *hidden: str, grid: bool = True) -> None:
 
 # -- charts -----------------------------------------------------------------------------------------------------------
 
-_DOT_COLOURS = (
-    BLUE,
-    ORANGE,
-    RED,
-    "#7b3294",
-    "#1b9e77",
-    "#e7298a",
-    "#666666",
-    "#a6761d",
-    "#66a61e",
-    "#80b1d3",
-    "#e6ab02",
-)
+_DOT_COLOURS = (*BAR_COLOURS, "#1b9e77", "#e7298a", "#666666", "#a6761d", "#66a61e", "#80b1d3", "#e6ab02")
 
 
 def dot_plot(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_MAX_POINTS, _MAX_HISTOGRAM_BITS = 1 << 16, 8
+_MAX_POINTS = 1 << 16
 
 
 def value_grid(formats: ElementFormat | str | Sequence[ElementFormat | str], *, title: str | None = None) -> Figure:
@@ -94,14 +94,13 @@ def _draw_rug(axes: Axes, fmt: ElementFormat, rows: dict[str, np.ndarray]) -> No
 
 def _landmarks(fmt: ElementFormat, row: np.ndarray) -> dict[float, str]:
     """The labels of marked values; a value can have two."""
-    names = {"smallest": float(row[0]), "largest": float(row[-1])}
+    names: dict[str, Any] = {"smallest": row[0]}
     if isinstance(fmt, FloatFormat):
-        candidates = {"smallest subnormal": fmt.smallest_subnormal, "smallest normal": fmt.smallest_normal}
-        names = {name: float(value) for name, value in candidates.items() if value is not None and value <= row[-1]}
-        names["largest"] = float(row[-1])
+        names = {"smallest subnormal": fmt.smallest_subnormal, "smallest normal": fmt.smallest_normal}
     marks: dict[float, str] = {}
-    for name, value in names.items():
-        marks[value] = f"{marks[value]},\n{name}" if value in marks else name
+    for name, value in (names | {"largest": row[-1]}).items():
+        if value is not None and value <= row[-1]:
+            marks[float(value)] = f"{marks[float(value)]},\n{name}" if float(value) in marks else name
     if row[0] < 1 < row[-1] and 1.0 in row and 1.0 not in marks:
         marks[1.0] = "one"
     return marks
@@ -273,9 +272,7 @@ def code_histogram(x: Any, fmt: ElementFormat | str, *, title: str | None = None
         >>> figure.get_suptitle()
         'float4_e2m1fn: 4,000 numbers, 12 of 15 values in use'
     """
-    element = _charts.element_format_of(fmt)
-    if element.bits > _MAX_HISTOGRAM_BITS:
-        raise ValueError(f"fmt={element} has {element.bits} bits; at most {_MAX_HISTOGRAM_BITS} can be drawn")
+    element = _charts.element_format_of(fmt, most_bits=8)
     numbers = as_numpy("x", x).astype(np.float64).ravel()
     numbers = numbers[np.isfinite(numbers)]
     check(numbers.size, "x has no finite number")

@@ -78,7 +78,7 @@ def draw_blame(seen: Blame, title: str) -> Figure:
     There is one bar for each row, the largest first; the rest is one bar. If a row has turns, a second panel shows the
     sum of the contributions up to each turn, for the rows with turns among those drawn.
     """
-    rows, most = seen.rows, _MOST_BLAME_BARS
+    rows, most = sorted(seen.rows, key=lambda row: -abs(row.contribution)), _MOST_BLAME_BARS
     check(rows, "a picture needs rows: a program without roundings has none")
     top_rows, tail = rows[:most], rows[most:]
     names = [_operation_label(row, row.spec) for row in top_rows] + ([f"{len(tail)} more rows"] if tail else [])

@@ -121,7 +121,7 @@ def test_arguments_by_keyword_alone(folder: Path, command: str, field: str, caps
 def test_files_and_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["blame", "blamed_model:spread", "--data", "x.npz", "--to", "e4m3:stochastic", "--seed", "3"]
     printed = lines(capsys, *command, "--output", "blamed_model:first", "--plot", "blame.png", "--html", "blame.html")
-    assert printed[0].split()[:4] == ["primitive", "spec", "equations", "rms"]
+    assert printed[0].split()[:4] == ["primitive", "spec", "contribution", "share"]
     assert printed[-2:] == ["wrote blame.png", "wrote blame.html"]
     assert (folder / "blame.png").read_bytes().startswith(PNG)
     text = (folder / "blame.html").read_text()

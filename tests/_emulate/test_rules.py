@@ -51,6 +51,29 @@ def test_rules_name_primitives_and_scopes() -> None:
         np.testing.assert_array_equal(jc.emulate(fun, "e5m2", rules=rules)(X), by_hand(*specs))
 
 
+def test_a_wide_result_is_not_rounded_by_the_operations_that_read_it() -> None:
+    def fun(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        third = x / 3
+        moved = jnp.concatenate([third[::2], x[1::2]]).reshape(third.shape)
+        return moved * x, jax.lax.scan(lambda c, y: (c + y, c * y), third[0], third)[1]
+
+    x = jc.round_to_format(X, "e5m2")
+    line = fun.__code__.co_firstlineno + 1
+    wide = jnp.concatenate([(x / 3)[::2], x[1::2]])
+    total, rows = x[0] / 3, []
+    for y in x / 3:
+        rows.append(jc.round_to_format(total * y, "e5m2"))
+        total = jc.round_to_format(total + y, "e5m2")
+    for rule in ({"div": "wide"}, {f"test_rules.py:{line}": "wide"}, {f"_emulate/test_rules.py:{line}/div": "wide"}):
+        product, products = jc.emulate(fun, "e5m2", rules=rule)(X)
+        np.testing.assert_array_equal(product, jc.round_to_format(wide * x, "e5m2"))
+        np.testing.assert_array_equal(products, jnp.stack(rows))
+    rounded = jc.emulate(fun, "e5m2", rules={"div": None})(X)[0]
+    np.testing.assert_array_equal(rounded, jc.emulate(fun, "e5m2")(X)[0])
+    with pytest.raises(ValueError, match=f"no line of the program; the nearest paths are .*test_rules.py:{line}"):
+        jc.emulate(fun, "e5m2", rules={"test_rules.py:1": "wide"})(X)
+
+
 def test_rules_say_how_sums_are_formed() -> None:
     ones = jnp.ones(100)
     fun = lambda x: (jnp.sum(x), x @ x)  # noqa: E731

@@ -134,3 +134,28 @@ def test_traced_arguments_are_refused(outer: Any) -> None:
 def test_another_event_is_refused() -> None:
     with pytest.raises(ValueError, match="stop_at='underflow'"):
         jc.emulate(jnp.sin, "e4m3", stop_at="underflow")  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    ("step", "limit", "spec", "stays"),
+    [
+        (0.01, 10, "bfloat16", 9.9375), (0.5, 10, "bfloat16", None), (0.01, 10, "binary32", None),
+        (1, 1000, "e4m3", 240), (16, 1000, "e4m3", None), (0.001, 3, "fixed4.4", 2.9375), (1, 256, "bfloat16", None),
+    ],
+)  # fmt: skip
+def test_a_loop_whose_steps_are_rounded_away_warns_when_it_is_traced(
+    step: float, limit: float, spec: str, stays: float | None
+) -> None:
+    def wait(t: Array, limit: float) -> Array:
+        return jax.lax.while_loop(lambda c: limit > c[1], lambda c: (c[0] + 1, c[1] + step), (0, t))[1]
+
+    low = jax.jit(jc.emulate(wait, spec), static_argnums=1)
+    if stays is None:
+        assert low(jnp.float32(0), limit) >= limit
+        return
+    with pytest.warns(RuntimeWarning, match=rf"test_stop.py:\d+ stays at {stays}.* below {limit}, as") as found:
+        low.lower(jnp.float32(0), limit)
+    assert len(found) == 1
+    with pytest.warns(RuntimeWarning, match="after max_turns=2000 turns"):
+        jax.block_until_ready(jax.jit(jc.emulate(wait, spec, max_turns=2000), static_argnums=1)(0.0, limit))
+        jax.effects_barrier()

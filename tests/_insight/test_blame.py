@@ -301,12 +301,13 @@ def test_plot_has_a_bar_for_each_row_and_the_rest() -> None:
     found = jc.emulate(pendulum, "bfloat16").blame(jnp.array([1.0, 0.0]))
     bars, lines = found.plot(title="Drift").axes
     assert len(bars.patches) == len(found.rows)
-    assert [patch.get_width() for patch in bars.patches] == pytest.approx([row.contribution for row in found.rows])
-    assert [text.get_text() for text in bars.texts] == [f"{row.contribution:.2g}" for row in found.rows]
+    largest = sorted((row.contribution for row in found.rows), key=abs, reverse=True)
+    assert [patch.get_width() for patch in bars.patches] == pytest.approx(largest)
+    assert [text.get_text() for text in bars.texts] == [f"{part:.2g}" for part in largest]
     assert len(lines.lines) == 1 + sum(len(row.turns) > 1 for row in found.rows)
     many = dataclasses.replace(found, rows=tuple(found.rows) * 9).plot().axes[0]
-    rest = (tuple(found.rows) * 9)[16:]
-    assert many.patches[16].get_width() == pytest.approx(sum(row.contribution for row in rest))
+    rest = sorted(largest * 9, key=abs, reverse=True)[16:]
+    assert many.patches[16].get_width() == pytest.approx(sum(rest))
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -573,7 +574,7 @@ def test_a_matrix_is_factored_by_code_compiled_once(caplog: pytest.LogCaptureFix
         )
         with jax.log_compiles():
             caplog.clear()
-            assert len(low.blame(x).rows[0].turns) == turns
+            assert len(low.blame(x, gains=0).rows[0].turns) == turns
         return sum("Finished XLA compilation" in record.message for record in caplog.records)
 
     compiled(2)

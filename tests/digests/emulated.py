@@ -130,6 +130,7 @@ def reports() -> Iterator[Call]:
     yield Call("report operations", lambda: (lambda r: [str(facts(r)["operations"]), [attempt(r.first, kind) for kind in ("nan", "overflow", "invalid")]])(low(halves).report(X, trace_values=True)))
     yield Call("Event", lambda: jc.emulate(lambda x: x * 9e4, "e5m10").report(X, trace_values=True).first("overflow").first_overflow)
     yield Call("blame options", lambda: whole(low(lambda x: (halves(x), x), "e5m7:stochastic").blame(output=lambda y: y[0] * 2, key=KEY, max_turns=5, x=X)), loose=True)
+    yield Call("what_if", lambda: [whole(low(halves).what_if(X, by=by)) for by in ("row", "line", "scope", "function")], loose=True)
     yield Call("blame columns", lambda: (lambda b: [b.to_csv().splitlines()[0], sorted(json.loads(b.to_json(indent=1)))])(low(halves).blame(X)))
     yield Call("blame places", lambda: [(facts(row), row.as_dict()) for row in low(halves).blame(X).rows], loose=True)
 

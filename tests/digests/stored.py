@@ -58,6 +58,12 @@ def checkpoint(layout: str, spec: str, **options: Any) -> Any:
         return files_of(where), jc.load_checkpoint(path=path), jc.load_checkpoint(path, layout=layout, **exact)
 
 
+def encoded(layout: str, spec: str) -> Any:
+    tree = {"w": {"weight": jc.quantize(f32(coarse("layout", (32, 128))), spec)}, "norm": jnp.arange(8.0)}
+    found = jc.encode_checkpoint(tree, layout, names=lambda name: f"m.{name}", config={"a": 1}, exact=False)
+    return dict(found.tensors), found.config, found.metadata, jc.load_checkpoint(found)
+
+
 def damaged(cut: int) -> Any:
     with folder() as where:
         path = where / "x.safetensors"
@@ -94,6 +100,8 @@ def calls() -> Iterator[Call]:
         yield Call(f"save_checkpoint inexact {layout}", lambda a=layout, b=spec: checkpoint(a, b, exact=False))
     for spec in GGUF:
         yield Call(f"save_checkpoint gguf {spec}", lambda spec=spec: checkpoint("gguf", spec))
+    for layout, spec in (("compressed-tensors", "int4(group=32)"), ("awq", "int4(group=32,scale=float16)"), ("torchao", "int8(group=all)")):
+        yield Call(f"encode_checkpoint {layout}", lambda a=layout, b=spec: encoded(a, b))
     yield Call("save_checkpoint shards", sharded)
     yield Call("load_checkpoint blocks", mxfp4_file)
     yield Call("load_checkpoint missing", lambda: jc.load_checkpoint("no such folder"))

@@ -342,7 +342,7 @@ def test_code_histogram_counts_each_value() -> None:
         (lambda: jc.plot.rounding_error(["e4m3"], 2, 1), ValueError, "start=2 and stop=1"),
         (lambda: jc.plot.rounding_error(["e4m3:stochastic"], 0, 1), ValueError, "is stochastic"),
         (lambda: jc.plot.rounding_error(["e4m3"], 0, 1, points=1), ValueError, "points=1 must be"),
-        (lambda: jc.plot.code_histogram([1.0], "half"), ValueError, "16 bits; at most 8"),
+        (lambda: jc.plot.code_histogram([1.0], "half"), ValueError, "16 bits; formats of at most 8"),
         (lambda: jc.plot.code_histogram([np.nan], "e4m3"), ValueError, "no finite number"),
         (lambda: jc.plot.sensitivity, AttributeError, r"write found.plot\(\)"),
     ],

@@ -7,7 +7,7 @@ roots, rounded correctly. Elementary functions are those of float64.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -39,6 +39,9 @@ class Format:
         largest = (2 - 2.0**-self.fraction) * 2.0**bias
         rounded = np.where(np.abs(rounded) > largest, np.copysign(np.inf, x), rounded)
         return np.where(np.isfinite(x), np.copysign(rounded, x), x)
+
+
+_FLOAT32 = Format(8, 23)
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,10 @@ _CALLS = frozenset(
 )
 
 
+def _holds_programs(eqn: Any) -> bool:
+    return eqn.primitive.name in _CALLS or eqn.primitive.name in ("scan", "while", "cond")
+
+
 def _is_float(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.floating)
 
@@ -170,16 +177,24 @@ def _wide(value: Any) -> Any:
     return np.dtype(np.float64) if value == np.dtype(np.float32) and isinstance(value, np.dtype | type) else value
 
 
+#: Whether an equation, within equations that hold its program, is one whose results are not rounded.
+Exact = Callable[[Any, tuple[Any, ...]], bool]
+
+
 @dataclass(frozen=True)
 class _Machine:
     format: Format | Carrier
+    exact: Exact = lambda eqn, around: False
+    around: tuple[Any, ...] = ()
+    here: bool = False
 
     @property
     def own(self) -> bool:
         return isinstance(self.format, Carrier)
 
     def rounded(self, x: Any) -> Any:
-        return self.format.round(x) if _is_float(x) else np.asarray(x)
+        fmt = _FLOAT32 if self.here else self.format
+        return fmt.round(x) if _is_float(x) else np.asarray(x)
 
     def run(self, closed: Any, args: Sequence[Any]) -> list[Any]:
         jaxpr, constants = _jaxpr(closed)
@@ -193,7 +208,11 @@ class _Machine:
             return self.rounded(np.asarray(v.val)) if isinstance(v, Literal) else env[v]
 
         for eqn in jaxpr.eqns:
-            env.update(zip(eqn.outvars, self.equation(eqn, [read(v) for v in eqn.invars]), strict=True))
+            own = replace(self, here=self.exact(eqn, self.around))
+            operands = [own.rounded(np.asarray(v.val)) if isinstance(v, Literal) else env[v] for v in eqn.invars]
+            inside = replace(self, around=(*self.around, eqn))
+            machine = inside if _holds_programs(eqn) else own
+            env.update(zip(eqn.outvars, machine.equation(eqn, operands), strict=True))
         return [read(v) for v in jaxpr.outvars]
 
     def equation(self, eqn: Any, args: list[Any]) -> list[Any]:
@@ -214,7 +233,8 @@ class _Machine:
         if name == "convert_element_type" and jnp.issubdtype(params["new_dtype"], jnp.floating):
             if params["new_dtype"] != np.float32:
                 raise NotCovered(name)
-            return [self.rounded(np.asarray(args[0], np.float64))]
+            x = np.asarray(args[0], np.float64)
+            return [x if _is_float(args[0]) else self.rounded(x)]
         plain = not any(_is_float(v.aval) for v in eqn.outvars if hasattr(v.aval, "dtype"))
         if not plain and name not in _COMPUTED and name not in _MOVED:
             raise NotCovered(name)
@@ -222,7 +242,10 @@ class _Machine:
             raise NotCovered(name)
         if getattr(params.get("update_jaxpr"), "eqns", ()):
             raise NotCovered(f"{name} of a function")
-        return [self.rounded(x) for x in self.bound(eqn, args, wide=not plain and name in _COMPUTED)]
+        wide = not plain and name in _COMPUTED
+        if name in _MOVED or name in ("max", "min", "neg", "abs"):  # also results that are handed on as they are
+            return self.bound(eqn, args, wide=False)
+        return [self.rounded(x) for x in self.bound(eqn, args, wide)]
 
     def bound(self, eqn: Any, args: list[Any], wide: bool) -> list[Any]:
         """The primitive in float64; in float32, where it computes nothing and values of the format fit."""
@@ -275,11 +298,21 @@ class _Machine:
         return [*carry, *(np.stack(column) for column in zip(*rows, strict=True))]
 
 
-def emulated(fun: Callable[..., Any], fmt: Format | Carrier, args: Sequence[Any]) -> list[Any]:
-    """The leaves of ``fun(*args)``, every operation rounded; `NotCovered` for primitives without a line."""
+def emulated(
+    fun: Callable[..., Any],
+    fmt: Format | Carrier,
+    args: Sequence[Any],
+    exact: Exact = lambda eqn, around: False,
+    whole: Sequence[int] = (),
+) -> list[Any]:
+    """The leaves of ``fun(*args)``, every operation rounded; `NotCovered` for primitives without a line.
+
+    Results of equations that are `exact`, and arguments with the numbers `whole`, are handed on in float32.
+    """
     floats = fmt.dtype if isinstance(fmt, Carrier) else np.float32
     leaves = [np.asarray(x, floats) if isinstance(x, float) else x for x in jax.tree.leaves(args)]
     if not all(hasattr(x, "dtype") and x.dtype in (floats, np.int32, bool) for x in leaves):
         raise NotCovered("arguments")
-    machine = _Machine(fmt)
-    return machine.run(jax.make_jaxpr(fun)(*args), [machine.rounded(x) for x in leaves])
+    machine = _Machine(fmt, exact)
+    values = [np.asarray(x) if i in whole else machine.rounded(x) for i, x in enumerate(leaves)]
+    return machine.run(jax.make_jaxpr(fun)(*args), values)

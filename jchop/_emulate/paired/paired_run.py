@@ -16,7 +16,7 @@ from jax.extend.core import Literal
 
 from jchop._emulate.paired.measure import Event, Measure, measure_results
 from jchop._emulate.rules.interpret import EagerRunner, round_operands
-from jchop._emulate.rules.rules import CARRIER_DTYPES, EXACT, is_complex_value, is_number
+from jchop._emulate.rules.rules import CARRIER_DTYPES, EXACT, is_complex_value, is_number, spec_of_fact
 from jchop._emulate.rules.run_task import EmulatedStep
 from jchop._emulate.rules.trace import EmulatedProgram, is_program_variable
 from jchop._program import lanes
@@ -252,7 +252,7 @@ class PairedRun(lanes.LaneRunner):
         for v, spec, result, exact, wide in zip(step.eqn.outvars, step.out, results, same, reference, strict=True):
             if not is_number(v.aval):
                 continue
-            facts = {"elementwise": step.kind in ELEMENTWISE_KINDS, "spec": None if silent else spec}
+            facts = {"elementwise": step.kind in ELEMENTWISE_KINDS, "spec": None if silent else spec_of_fact(spec)}
             digits = _sum_precision(step, v.aval)
             measure = self._measure(result, exact, wide, operands, from_program, digits=digits, **facts)
             if silent and not measure.new_nonfinite:
@@ -369,8 +369,9 @@ def text_of_event(stop: StopEventError, plan: ProgramPlan, outer: str, home: str
 
 
 def step_spec_text(step: EmulatedStep) -> str:
-    """The spec of a step, or "carrier" for one that is not rounded."""
-    return "carrier" if step.choice.spec is None or step.kind == "carrier" else str(step.choice.spec)
+    """The spec of a step; "carrier" if it is not rounded, "wide" if neither it nor its consumers round it."""
+    in_carrier = step.choice.spec is None or step.kind == "carrier"
+    return "wide" if step.choice.wide else "carrier" if in_carrier else str(step.choice.spec)
 
 
 def walk_sources(plan: ProgramPlan, outer: str) -> Iterator[tuple[EmulatedStep, int, str]]:

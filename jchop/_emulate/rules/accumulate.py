@@ -28,7 +28,7 @@ from jchop._core.matmul.operations import (
     sum_along,
 )
 from jchop._core.rounding.elements import round_to_spec
-from jchop._emulate.rules.rules import is_exact_under, is_number
+from jchop._emulate.rules.rules import is_exact_under, is_number, spec_of_fact
 from jchop._emulate.rules.run_task import EmulatedStep, Task, round_value, run_task
 from jchop._kernels.products.matmul import matmul_op
 from jchop._program.bind import bind, straight_through
@@ -42,7 +42,7 @@ def accumulate_in_order(step: EmulatedStep, seeds: Seeds | None, args: list[Any]
     how = step.choice.accumulate
     assert how is not None
     arrays = [jnp.asarray(x) for x in args]
-    facts = step.known
+    facts = tuple(map(spec_of_fact, step.known))
     if how.operands is not None:
         number = step.number + len(args)
         for i, (x, fact) in enumerate(zip(arrays, facts, strict=True)):

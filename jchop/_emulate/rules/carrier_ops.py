@@ -35,7 +35,7 @@ def run_in_carrier(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> 
 def round_results(step: EmulatedStep, seeds: Seeds | None, results: list[Any]) -> list[Any]:
     """The results of an equation rounded to the specs of its plan."""
     pairs = enumerate(zip(results, step.out, strict=True), step.result_number)
-    return [x if spec is None else round_with_draw(x, spec, seeds, number) for number, (x, spec) in pairs]
+    return [round_with_draw(x, spec, seeds, number) if isinstance(spec, Spec) else x for number, (x, spec) in pairs]
 
 
 def _carrier_results(step: EmulatedStep, args: list[Any]) -> list[Any]:

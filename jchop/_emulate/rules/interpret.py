@@ -11,7 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+from jax.core import eval_context
 from jax.extend.core import Literal
 
 from jchop._common.bit_ops import in_auto_mesh, varying_axes
@@ -22,15 +24,16 @@ from jchop._emulate.rules.accumulate import accumulate_in_order, run_complex, ru
 from jchop._emulate.rules.carrier_ops import round_results, round_with_draw, run_draw, run_in_carrier, run_nextafter
 from jchop._emulate.rules.functions import arg_extremum_by_bits, extremum_by_bits
 from jchop._emulate.rules.linalg import run_factorization
-from jchop._emulate.rules.rules import EXACT, is_carrier_float, is_exact_under, is_narrow_float
+from jchop._emulate.rules.rules import EXACT, is_carrier_float, is_exact_under, is_narrow_float, spec_of_fact
 from jchop._emulate.rules.run_task import EmulatedStep, Task, power_draws, run_task
 from jchop._kernels.operation import MIN_CHAIN_ELEMENTS_TO_TRY, chain_op
-from jchop._program.bind import bind, straight_through
-from jchop._program.control import as_jax_value
+from jchop._program.bind import bind, constant_of, straight_through
+from jchop._program.control import WhileParts, as_jax_value
 from jchop._program.repeats import Turns, run_turns, with_turns
 from jchop._program.run import Runner, interpret
 from jchop._program.seeds import Seeds
 from jchop._program.step import REMAT_CALLS, ProgramPlan, is_reference
+from jchop._program.stopped_loops import source_of_condition, warn_at_condition
 from jchop._round.arguments import JCHOP_RESULT
 from jchop._spec.spec import Spec
 
@@ -94,7 +97,7 @@ def _chain_key(step: EmulatedStep | Turns) -> Any:
     if not fits or out.aval.dtype != jnp.float32 or few or not operations.gains_by_trial(spec):
         return None
     constants = [v for v in step.eqn.invars if isinstance(v, Literal)]
-    exact = all(k is not None and is_exact_under(k, spec) for k in step.known)
+    exact = all(isinstance(k, Spec) and is_exact_under(k, spec) for k in step.known)
     if not exact or not all(operations.is_constant_in_safe_range(float(v.val), spec) for v in constants):
         return None
     return spec, out.aval.shape, varying_axes(out.aval), step.eqn.ctx
@@ -109,7 +112,7 @@ def run_chain(chain: Chain, seeds: Seeds | None, operands: Sequence[Any]) -> Arr
     tasks, links = [], []
     for step in chain.steps:
         tasks.append(replace(step.task, apart=False))
-        facts = tuple(k for k in step.known if k is not None)
+        facts = tuple(k for k in step.known if isinstance(k, Spec))
         places = tuple(place[id(v)] for v in step.eqn.invars)
         links.append((EXACT[step.name], places, facts, step.result_number))
     seed_arrays: list[Any] = []
@@ -160,6 +163,12 @@ class EmulationRunner(Runner):
     def parts(self, plan: ProgramPlan) -> Iterable[Any]:
         """The steps, repeated ones as loops, and some as chains. A warning of `max_turns` names a line of each turn."""
         return with_chains(plan, plan.steps if self.max_turns is not None else with_turns(plan))
+
+    def while_loop(self, step: EmulatedStep, loop: WhileParts, start: Any) -> Any:
+        """The values with which a loop ends; a warning, when it is traced, if the format rounds its steps away."""
+        if self.max_turns is None:
+            _warn_of_lost_steps(step)
+        return super().while_loop(step, loop, start)
 
     def prepare_operands(self, step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
         """The operands of a step, with those rounded that the plan marks."""
@@ -239,6 +248,39 @@ def round_operands(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> 
     return [round_one(i, x) if rounds else x for i, (x, rounds) in enumerate(zip(args, step.rounds, strict=True))]
 
 
+def _warn_of_lost_steps(loop: EmulatedStep) -> None:
+    """Warns of a loop that ends where a counter reaches a constant, if rounding keeps the counter before it."""
+    test, body = loop.inner
+    last = next((one for one in test.steps if one.eqn.outvars[0] is test.jaxpr.outvars[0]), None)
+    if last is None or last.name not in ("lt", "le", "gt", "ge"):
+        return
+    own = [i for i, v in enumerate(test.jaxpr.invars) if v in last.eqn.invars[:2] and not v.aval.shape]
+    limits = [v for v in last.eqn.invars if isinstance(v, Literal) and is_carrier_float(v.aval)]
+    if not own or not limits:
+        return
+    place = own[0] - loop.eqn.params["cond_nconsts"]
+    counter = body.jaxpr.invars[place + loop.eqn.params["body_nconsts"]]
+    result, limit = body.jaxpr.outvars[place], constant_of(limits[0])
+    step = next((one for one in body.steps if one.eqn.outvars[0] is result and one.name in ("add", "sub")), None)
+    steps = [] if step is None else [constant_of(v) for v in step.eqn.invars if isinstance(v, Literal)]
+    if place < 0 or not steps or step.kind != "exact" or step.choice.spec is None or counter not in step.eqn.invars:
+        return
+    spec, rises = step.choice.spec, (last.name in ("lt", "le")) is (last.eqn.invars[1] is limits[0])
+    if operations.spec_draws(spec) or not np.isfinite(limit):
+        return
+    with eval_context():
+        near = round_operands(last, None, [limit, limit])[last.eqn.invars[1] is limits[0]]
+        if last.name in ("lt", "gt"):
+            near = np.nextafter(np.asarray(near), -np.inf if rises else np.inf, dtype=limit.dtype)
+            near = round_with_draw(jnp.asarray(near), replace(spec, rounding="down" if rises else "up"), None, 0)
+        new = run_step(step, None, [near if v is counter else constant_of(v) for v in step.eqn.invars])[0]
+    if np.isfinite(near) and np.array_equal(new, near):
+        text = f"a while loop may never end: the counter of its condition at {source_of_condition(loop, [last])} stays "
+        text += f"at {near} below {limit:.6g}" if rises else f"at {near} above {limit:.6g}"
+        text += f", as {spec} rounds the step {steps[0]:.6g} away; max_turns= stops the loop, a larger step ends it"
+        warn_at_condition(loop, [last], text)
+
+
 def run_step(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
     """The results of one equation, which may hold programs."""
     return (EMULATION_RUNNER.control if step.kind == "control" else EMULATION_RUNNER.run)(step, seeds, args)
@@ -264,7 +306,7 @@ def _run_step_task(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> 
 
 def _run_extremum_step(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
     """The maximum or minimum. Values of a known format are compared by bits if the device could read them as zero."""
-    fact = step.out[0]
+    fact = spec_of_fact(step.out[0])
     if fact is None:
         return _bind_step(step, seeds, args)
     task = Task(step.eqn.primitive, tuple(sorted(step.eqn.params.items())), "extremum", fact, (fact, fact))

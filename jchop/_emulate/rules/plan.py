@@ -31,7 +31,7 @@ from jchop._program.bind import constant_of
 from jchop._program.jaxprs import Widening
 from jchop._program.run import Planner
 from jchop._program.seeds import Seeds
-from jchop._program.step import ProgramPlan, equations_of, is_jchop_result, is_jchop_scope, scope_of
+from jchop._program.step import ProgramPlan, equations_of, is_jchop_result, is_jchop_scope, scope_of, source_line_of
 from jchop._spec.spec import Spec, as_spec
 from jchop.formats._catalogue import bfloat16, binary16, binary32, binary64
 
@@ -64,6 +64,8 @@ def _operation_facts(step: EmulatedStep) -> EmulatedStep:
     exact = exact or (isinstance(function, NamedFunction) and function.exact is not None)
     _check_dtypes_of_step(step, spec, (*step.eqn.invars, *step.eqn.outvars), exact)
     _check_double_rounding(step)
+    if step.name in ("neg", "abs") and step.known[0] is rules.WIDE:
+        return replace(step, kind="structural", out=step.known)
     return replace(_with_rounded_operands(step, spec), out=_facts_of_results(step, spec))
 
 
@@ -112,7 +114,7 @@ def _carrier_op_facts(step: EmulatedStep) -> EmulatedStep:
 def _structural_facts(step: EmulatedStep) -> EmulatedStep:
     if _structural_computes(step):
         return _carrier_op_facts(step)
-    step = _round_constants(step)
+    step = _round_constants(step, beside_wide=rules.WIDE in step.known)
     if step.name in _BY_OPERAND:
         return replace(step, out=tuple(step.known[: len(step.eqn.outvars)]))
     facts = [k for k, v in zip(step.known, step.eqn.invars, strict=True) if rules.is_number(v.aval)]
@@ -126,10 +128,13 @@ def _structural_computes(step: EmulatedStep) -> bool:
     return (step.name == "gather" and fills) or (step.name == "scatter" and bool(getattr(update, "eqns", ())))
 
 
-def _round_constants(step: EmulatedStep) -> EmulatedStep:
-    """Constants are rounded also if they are only moved. Infinite constants are not rounded: they are bounds."""
+def _round_constants(step: EmulatedStep, beside_wide: bool = False) -> EmulatedStep:
+    """Constants are rounded also if they are only moved. Infinite constants are not rounded: they are bounds.
+
+    With `beside_wide`, neither are numbers that would be rounded later, if results among the others are not.
+    """
     among = [
-        k is None and isinstance(v, Literal) and rules.is_number(v.aval) and bool(np.isfinite(v.val))
+        k is None and rules.is_number(v.aval) and (bool(np.isfinite(v.val)) if isinstance(v, Literal) else beside_wide)
         for v, k in zip(step.eqn.invars, step.known, strict=True)
     ]
     return _with_checked_operands(step, among)
@@ -263,6 +268,7 @@ class EmulationPlanner(Planner):
         self._draws: dict[int, RandomDraw] = {}
         self._counts = Counts()
         self._apart: bool | None = None  # until the whole program is seen
+        self._line = self._call_line = ""
 
     def prepare(self, jaxpr: Any) -> Any:
         """The jaxpr that is planned; its calls of `jax.random` and its counts are found."""
@@ -281,14 +287,14 @@ class EmulationPlanner(Planner):
 
     def step(self, eqn: Any, env: dict[Any, rules.ValueFact], scope: str, number: int) -> EmulatedStep:
         """The step of one equation."""
-        name, nothing = eqn.primitive.name, (None,) * len(eqn.outvars)
+        nothing = (None,) * len(eqn.outvars)
         no_rounding = (False,) * len(eqn.invars)
         make_step = partial(
             EmulatedStep, eqn=eqn, scope=scope, number=number, rounds=no_rounding, apart=bool(self._apart)
         )
         if is_jchop_result(eqn, scope):
-            choice = self.settings.choose(name, scope, self.used)
-            return STEP_FACTS["result"](make_step(kind="result", choice=choice, known=(None,)))
+            choice = self._choose(eqn, scope)
+            return _with_wide_results(STEP_FACTS["result"](make_step(kind="result", choice=choice, known=(None,))))
         own = make_step(
             kind="own", choice=rules.ArithmeticChoice(None, None), known=(None,) * len(eqn.invars), out=nothing
         )
@@ -297,17 +303,17 @@ class EmulationPlanner(Planner):
         draw = self._draws.get(id(eqn))
         if draw is not None:
             scope = scope_of(scope, "", eqn.params.get("name"))
-        choice = self.settings.choose(name, scope, self.used)
+        choice = self._choose(eqn, scope)
         if id(eqn) in self._counts.equations and choice.function is None:
             return own
         counts, eqn = self._counts.operands.get(id(eqn), ()), _literals_at_limits(eqn, choice.spec)
-        facts = tuple(_fact_of(v, env, choice.spec) for v in eqn.invars)
+        facts = tuple(_fact_of(v, env, rules.WIDE if choice.wide else choice.spec) for v in eqn.invars)
         make_step = partial(make_step, eqn=eqn, scope=scope, choice=choice, known=facts, counts=counts)
         if draw is not None:
-            return STEP_FACTS["draw"](make_step(kind="draw", draw=draw))
+            return _with_wide_results(STEP_FACTS["draw"](make_step(kind="draw", draw=draw)))
         step = make_step(kind=rules.primitive_kind(eqn.primitive))
         if choice.function is not None:
-            return STEP_FACTS["carried"](replace(step, kind="carried"))
+            return _with_wide_results(STEP_FACTS["carried"](replace(step, kind="carried")))
         if step.kind == "alone":
             return replace(step, kind="carrier", out=nothing)
         _check_narrow_results(step)
@@ -320,7 +326,20 @@ class EmulationPlanner(Planner):
             step = self._unknown(step)
         step = STEP_FACTS[step.kind](step)
         _check_wrapping(step)
-        return step
+        return step if step.kind == "control" else _with_wide_results(step)
+
+    def _choose(self, eqn: Any, scope: str) -> rules.ArithmeticChoice:
+        """The arithmetic of an equation. One without a line of its own has that of the call that holds it."""
+        if self.settings.has_lines:
+            self._line = source_line_of(eqn.source_info, self._call_line)
+        return self.settings.choose(eqn.primitive.name, scope, self.used, self._line)
+
+    def plan(self, closed: Any, known: Any, scope: str = "", constants: Sequence[Any] | None = None) -> ProgramPlan:
+        """The plan of a program; the lines of its equations are within the line that was last read."""
+        before, self._call_line = self._call_line, self._line
+        plan = super().plan(closed, known, scope, constants)
+        self._line, self._call_line = self._call_line, before
+        return plan
 
     def later(self, program: Any, facts: Sequence[rules.ValueFact], scope: str) -> ProgramPlan:
         """The plan of a program that is traced in a run, by a new planner: this one knows equations by their ids."""
@@ -432,11 +451,21 @@ def _literals_at_limits(eqn: Any, spec: Spec | None) -> Any:
     return eqn if all(map(operator.is_, operands, eqn.invars)) else eqn.replace(invars=operands)
 
 
-def _fact_of(v: Any, env: dict[Any, rules.ValueFact], spec: Spec | None) -> rules.ValueFact:
+def _fact_of(v: Any, env: dict[Any, rules.ValueFact], spec: rules.ValueFact) -> rules.ValueFact:
     """The known spec of a variable; for a literal, `spec` if it holds the literal."""
     if not isinstance(v, Literal):
         return env[v]
-    return spec if rules.is_number(v.aval) and rules.holds_constant(spec, v.val) else None
+    return spec if rules.is_number(v.aval) and rules.holds_constant(rules.spec_of_fact(spec), v.val) else None
+
+
+def _with_wide_results(step: EmulatedStep) -> EmulatedStep:
+    """A step under the rule "wide": nothing that it gives is rounded later. What it only moves keeps a known spec."""
+    moves = step.kind in ("structural", "extremum")
+    facts = (
+        rules.WIDE if rules.is_number(v.aval) and not (moves and fact) else fact
+        for v, fact in zip(step.eqn.outvars, step.out, strict=True)
+    )
+    return replace(step, out=tuple(facts)) if step.choice.wide else step
 
 
 #: Programs of this many equations or more compile each operation apart. Otherwise XLA computes an operation once for

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import jax.numpy as jnp
@@ -26,8 +28,18 @@ from jchop.formats import ElementFormat, FloatFormat, ScaledFormat, UniformForma
 # -- facts about values ------------------------------------------------------------------------------------------------
 
 
-#: A spec whose format holds the numbers; None: any number of the dtype.
-ValueFact = Spec | None
+class Wide(Enum):
+    """The rule, and the fact, of results that are not rounded, nor by the operations that read them."""
+
+    WIDE = "wide"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+#: A spec whose format holds the numbers; `WIDE`: no operation rounds them; None: any number of the dtype.
+ValueFact = Spec | Wide | None
+WIDE = Wide.WIDE
 
 #: The dtypes that are rounded.
 CARRIER_DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -57,9 +69,9 @@ def is_number(aval: Any) -> bool:
 @lru_cache(maxsize=4096)
 def is_exact_under(fact: ValueFact, spec: Spec | None) -> bool:
     """Whether rounding under `spec` changes no value of `fact`."""
-    if spec is None:
+    if spec is None or fact is WIDE:
         return True
-    if fact is None or (spec.flush and not fact.flush):
+    if not isinstance(fact, Spec) or (spec.flush and not fact.flush):
         return False
     return fact.format == spec.format or _is_format_subset(fact.format, spec.format)
 
@@ -79,7 +91,15 @@ def _is_format_subset(small: ElementFormat, large: ElementFormat) -> bool:
 def common_fact(facts: Iterable[ValueFact]) -> ValueFact:
     """The fact that holds for every one of several values: the spec that contains all their specs."""
     every: list[ValueFact] = list(facts)
-    return next((k for k in every if k is not None and all(is_exact_under(other, k) for other in every)), None)
+    if WIDE in every:
+        return None if None in every else WIDE
+    specs = (k for k in every if isinstance(k, Spec))
+    return next((k for k in specs if all(is_exact_under(other, k) for other in every)), None)
+
+
+def spec_of_fact(fact: ValueFact) -> Spec | None:
+    """The spec whose format holds the numbers; None: any number of the dtype."""
+    return fact if isinstance(fact, Spec) else None
 
 
 def holds_constant(spec: Spec | None, value: Any) -> bool:
@@ -238,37 +258,54 @@ class ArithmeticChoice:
     """The arithmetic of one equation: the spec of its results, and the rule of sums. None: the carrier's.
 
     A function replaces the primitive. Without `rounds_operands`, operands are taken as they are: in the functions of
-    `jchop.math` all of them are rounded already, or are meant to be exact, such as counts.
+    `jchop.math` all of them are rounded already, or are meant to be exact, such as counts. With `wide`, the operations
+    that read the results do not round them either.
     """
 
     spec: Spec | None
     accumulate: MatmulSpec | None
     function: PrimitiveFunction | None = None
     rounds_operands: bool = True
+    wide: bool = False
+
+
+#: The scope, primitive, and line of source of equations.
+Place = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of `emulate`. The rules are pairs of a name or pattern and a value, in the user's order."""
+    """The settings of `emulate`. The rules are pairs of a name or pattern and a value, in the user's order.
+
+    Results of equations at `wide` are wide whatever the rules say.
+    """
 
     spec: Spec | None
-    rules: tuple[tuple[str, Spec | MatmulSpec | PrimitiveFunction | None], ...]
+    rules: tuple[tuple[str, Spec | MatmulSpec | PrimitiveFunction | Wide | None], ...]
     accumulate: MatmulSpec | None
     unknown: str
     max_turns: int | None = None
     stop_at: str | None = None
     narrow: str = "raise"
     functions: tuple[NamedFunction, ...] = FUNCTIONS
+    wide: frozenset[Place] = frozenset()
 
-    def choose(self, primitive: str, scope: str, used: set[str] | None = None) -> ArithmeticChoice:
-        """The arithmetic of a primitive in a scope; `used` collects the rules that matched."""
-        spec, accumulate = self.spec, self.accumulate
+    @cached_property
+    def has_lines(self) -> bool:
+        """Whether a rule names a line of source."""
+        return bool(self.wide) or any(names_line(pattern) for pattern, _ in self.rules)
+
+    def choose(self, primitive: str, scope: str, used: set[str] | None = None, line: str = "") -> ArithmeticChoice:
+        """The arithmetic of a primitive in a scope, from a line of source; `used` collects the rules that matched."""
+        if self.wide and (scope, primitive, line) in self.wide:
+            return ArithmeticChoice(None, None, wide=True)
+        spec, accumulate, wide = self.spec, self.accumulate, False
         function: PrimitiveFunction | None = None
         kinds: set[type] = set()
         for pattern, value in self.rules:
             kind = type(value) if isinstance(value, MatmulSpec | PrimitiveFunction) else Spec
             path = primitive if kind is PrimitiveFunction else f"{scope}/{primitive}"
-            if kind in kinds or not matches_path(pattern, path):
+            if kind in kinds or not matches_rule(pattern, path, line):
                 continue
             kinds.add(kind)
             if used is not None and (kind is not MatmulSpec or PRIMITIVE_KINDS.get(primitive) == "accumulating"):
@@ -278,10 +315,10 @@ class Settings:
             elif isinstance(value, PrimitiveFunction):
                 function = value
             else:
-                spec = value
+                wide, spec = value is WIDE, None if value is WIDE else value
                 # A part in the carrier also sums in the carrier, unless a rule has a MatmulSpec for it.
-                accumulate = None if value is None and MatmulSpec not in kinds else accumulate
-        return ArithmeticChoice(spec, accumulate, function)
+                accumulate = None if spec is None and MatmulSpec not in kinds else accumulate
+        return ArithmeticChoice(spec, accumulate, function, wide=wide)
 
     @property
     def stochastic(self) -> bool:
@@ -291,6 +328,20 @@ class Settings:
             value.stochastic if isinstance(value, MatmulSpec) else isinstance(value, Spec) and value.rounding.stochastic
             for value in values
         )
+
+
+#: The number of a line in a pattern, which then also matches the file and line in front of a path.
+_LINE = re.compile(r":[\d{\[*?]")
+
+
+def names_line(pattern: str) -> bool:
+    """Whether a pattern names a line of source."""
+    return _LINE.search(pattern) is not None
+
+
+def matches_rule(pattern: str, path: str, line: str) -> bool:
+    """Whether a pattern matches a path, or, if it names a line of source, this path after its file and line."""
+    return matches_path(pattern, path, *([f"{line}/{path}"] if line and names_line(pattern) else []))
 
 
 def make_settings(
@@ -318,9 +369,11 @@ def make_settings(
     return Settings(_as_plain_spec(spec, "spec"), tuple(pairs), accumulate, unknown, max_turns, stop_at, narrow)
 
 
-def _as_emulation_rule(value: Any, argument: str) -> Spec | MatmulSpec | PrimitiveFunction | None:
+def _as_emulation_rule(value: Any, argument: str) -> Spec | MatmulSpec | PrimitiveFunction | Wide | None:
     if isinstance(value, MatmulSpec):
         return value
+    if value == WIDE.value:
+        return WIDE
     if not isinstance(value, Spec | ElementFormat | ScaledFormat) and callable(value):
         return PrimitiveFunction(value)
     try:

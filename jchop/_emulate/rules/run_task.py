@@ -23,7 +23,7 @@ from jchop._core.matmul.operations import operation_carrier, round_operation, sp
 from jchop._core.rounding.elements import round_to_spec
 from jchop._core.xla.sizes import if_static
 from jchop._emulate.rules.functions import CARRIER_FUNCTIONS, NamedFunction
-from jchop._emulate.rules.rules import EXACT, ArithmeticChoice, ValueFact, is_carrier_float
+from jchop._emulate.rules.rules import EXACT, ArithmeticChoice, ValueFact, is_carrier_float, spec_of_fact
 from jchop._kernels.operation import elementary_op, operation_on_device
 from jchop._kernels.primitive import make_op
 from jchop._program import step
@@ -45,7 +45,7 @@ class Task:
     params: tuple[tuple[str, Any], ...]
     kind: str
     spec: Spec
-    known: tuple[ValueFact, ...]
+    known: tuple[Spec | None, ...]
     apart: bool = False  # of exact operations
 
     def __hash__(self) -> int:
@@ -278,4 +278,5 @@ class EmulatedStep(step.ProgramStep):
         """Its static data; its results must be rounded."""
         assert self.choice.spec is not None
         params = tuple(sorted(self.eqn.params.items()))
-        return Task(self.eqn.primitive, params, self.kind, self.choice.spec, self.known, self.apart)
+        known = tuple(map(spec_of_fact, self.known))
+        return Task(self.eqn.primitive, params, self.kind, self.choice.spec, known, self.apart)

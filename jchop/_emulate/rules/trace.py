@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from threading import Lock
@@ -12,7 +13,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from jchop._common.paths import matches_path, nearest_paths_hint
+from jchop._common.paths import nearest_paths_hint
 from jchop._emulate.rules import rules
 from jchop._emulate.rules.interpret import EagerRunner
 from jchop._emulate.rules.plan import EmulationPlanner
@@ -20,7 +21,7 @@ from jchop._program.closures import reachable_objects, same_objects
 from jchop._program.control import as_jax_value
 from jchop._program.jaxprs import Widening, same_program, widest_carrier, with_own_constants
 from jchop._program.run import variables_outside_jchop
-from jchop._program.step import ProgramPlan, jaxpr_of
+from jchop._program.step import ProgramPlan, equations_of, jaxpr_of, source_line_of
 from jchop._round.arguments import is_torch_tensor
 from jchop._spec.accumulation import MatmulSpec
 from jchop._storage import QArray
@@ -40,6 +41,7 @@ class EmulatedProgram:
         tree: the tree structure of the results.
         runner: runs it outside of a trace.
         source: the jaxpr that was planned.
+        widening: of its narrower dtypes; None for none.
     """
 
     plan: ProgramPlan
@@ -48,6 +50,7 @@ class EmulatedProgram:
     tree: Any
     runner: EagerRunner
     source: Any
+    widening: Widening | None = None
 
 
 def trace_program(fun: Callable[..., Any], settings: rules.Settings, args: Any, kwargs: Any) -> EmulatedProgram:
@@ -194,6 +197,7 @@ class ProgramCache:
         rounds, has_plan = self._rounds(jaxpr.invars, free, widening), False
         for old in tuple(self._programs):
             same = old.rounds[: len(free)] == rounds and same_program(old.source, jaxpr, rules=False)
+            same = same and (not self.settings.has_lines or _lines_of(old.source) == _lines_of(jaxpr))
             if same and _trees_are_equal(old.tree, tree):
                 if not in_trace or same_program(old.source, jaxpr):
                     return replace(old, plan=replace(old.plan, consts=consts))
@@ -229,7 +233,11 @@ class ProgramCache:
         wide = jaxpr if widening is None else widening.program(jaxpr)
         plan = planner.plan(wide, facts[:count], constants=facts[count:])
         _refuse_rules_without_effect(self.settings, planner.used, plan)
-        return EmulatedProgram(plan, (), rounds, tree, EagerRunner(self.settings.max_turns), jaxpr)
+        return EmulatedProgram(plan, (), rounds, tree, EagerRunner(self.settings.max_turns), jaxpr, widening)
+
+
+def _lines_of(jaxpr: Any) -> list[str]:
+    return [source_line_of(eqn.source_info) for eqn in equations_of(jaxpr)]
 
 
 def _trees_are_equal(one: Any, other: Any) -> bool:
@@ -251,7 +259,10 @@ def _why_no_effect(pattern: str, value: Any, steps: list[Any]) -> str:
     """Why a rule has no effect on these steps."""
     whole, paths = not isinstance(value, rules.PrimitiveFunction), [f"{step.scope}/{step.name}" for step in steps]
     pairs = zip(steps, paths, strict=True)
-    names = [step.name for step, path in pairs if matches_path(pattern, path if whole else step.name)]
+    names = [step.name for step, path in pairs if rules.matches_rule(pattern, path if whole else step.name, step.place)]
+    if not names and rules.names_line(pattern):
+        near = nearest_paths_hint([pattern], [os.path.basename(step.place) for step in steps])
+        return f"matches no line of the program{near}"
     if not names:
         near = nearest_paths_hint([pattern], [path.strip("/") for path in paths])
         return f"matches no primitive{' and no scope' if whole else ''} of the program{near}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,10 +20,20 @@ from jchop._common.text import PictureReport, TableOrLine
 from jchop._emulate.emulate import round_on_entry, seeds_of_call
 from jchop._emulate.paired import paired_run
 from jchop._emulate.paired.measure import as_double_precision
-from jchop._emulate.rules.interpret import EagerRunner
 from jchop._emulate.rules.rules import is_number
 from jchop._emulate.rules.run_task import EmulatedStep
 from jchop._emulate.rules.trace import EmulatedProgram, trace_program
+from jchop._insight.reports.gains import (
+    MOST_TURNS,
+    Part,
+    RowKey,
+    WideRuns,
+    limit_of_turns,
+    parts_of,
+    percents,
+    run_limited,
+    steps_by_source,
+)
 from jchop._insight.reports.report import PlacedRow, emulated_call, refuse_tracers
 from jchop._insight.reports.tape import ErrorShare, Tape
 from jchop._program.control import as_jax_value
@@ -31,8 +41,6 @@ from jchop._program.run import interpret, is_foreign_primitive
 from jchop._program.seeds import Seeds
 from jchop._program.step import user_line
 
-#: A `while` loop of more turns is an error without a limit; an adaptive solver of an ODE takes about 0.1 s for a turn.
-_MOST_BLAME_TURNS = 1000
 #: A rest of more than the first part of the error is named, if it is also more than the second part of the largest
 #: contribution.
 _NAMED_REST, _DOUBTFUL_REST = 0.2, 0.01
@@ -55,6 +63,7 @@ class BlameRow(PlacedRow):
         share: the contribution over the error of the output; NaN if that is zero.
         source: file and line, as in `jchop.EmulatedFunction.report`.
         turns: the contribution of each turn of the outermost loop; empty outside of loops.
+        gain, projection: as in `jchop.EmulatedFunction.what_if`; NaN for a row that was not measured.
     """
 
     scope: str
@@ -67,10 +76,12 @@ class BlameRow(PlacedRow):
     share: float
     source: str = ""
     turns: tuple[float, ...] = ()
+    gain: float = math.nan
+    projection: float = math.nan
 
     def _cells(self) -> tuple[str, ...]:
         """The row of the table."""
-        numbers = f"{self.rms:.2g}", f"{self.contribution:.4g}", "" if math.isnan(self.share) else f"{self.share:z.1%}"
+        numbers = f"{self.rms:.2g}", f"{self.contribution:.4g}", *percents(self.share, self.gain, self.projection)
         return self.scope, self.primitive, self.spec, str(self.equations), *numbers, self.place
 
 
@@ -79,7 +90,8 @@ class Blame(PictureReport):
     """The result of `jchop.EmulatedFunction.blame`; its ``str`` is a table.
 
     Args:
-        rows: the rows, the largest contribution first. Their contributions and ``unexplained`` add up to ``error``.
+        rows: the rows, the largest gain first, then those without one, the largest contribution first. Their
+            contributions and ``unexplained`` add up to ``error``.
         error: the output of the emulated program minus the output of the program in the carrier.
         value: the output of the emulated program; NaN for arrays without ``output=``.
         reference: the output of the program in the carrier; NaN for arrays without ``output=``.
@@ -101,11 +113,12 @@ class Blame(PictureReport):
     unexplained: float
     notes: tuple[str, ...] = ()
 
-    _align, _optional = "<<<>>>><", ("equations", "scope", "rms")
+    _align, _optional = "<<<>>>>>><", ("equations", "rms", "scope", "projection")
     _picture, _title = "draw_blame", "Where the error comes from"
 
     def _parts(self) -> Iterator[TableOrLine]:
-        head = ("scope", "primitive", "spec", "equations", "rms", "contribution", "share", "source")
+        numbers = ("contribution", "share", "gain", "projection")
+        head = ("scope", "primitive", "spec", "equations", "rms", *numbers, "source")
         yield [head, *(row._cells() for row in self.rows)]
         yield f"error {self.error:.4g}, of which no row explains {self.unexplained:.2g}"
         yield from self.notes
@@ -118,6 +131,7 @@ def blame(
     output: Callable[[Any], Any] | None = None,
     key: Array | None = None,
     max_turns: int | None = None,
+    gains: int | None = 5,
     **kwargs: Any,
 ) -> Blame:
     """Divides the error of an emulated program among its operations.
@@ -139,6 +153,10 @@ def blame(
     all shards. An equation that only moves values makes no error, but may round a constant. The values of all
     operations are kept in memory. The program runs operation by operation, outside of `jax.jit`.
 
+    A contribution is an account, and no prediction: the operation after a large one may make the same rounding again.
+    ``gain`` is a prediction. It is measured by `jchop.EmulatedFunction.what_if`, for the rows of the largest
+    contributions.
+
     Args:
         low: a function from `jchop.emulate`.
         *args: its arguments.
@@ -147,6 +165,7 @@ def blame(
         key: a typed key, needed if a rounding is stochastic.
         max_turns: the most turns of a `while` loop. The rows then describe a loop that stops there, with a note.
             Default None: the limit of `emulate`; if this is None too, a loop of more than 1 000 turns is an error.
+        gains: the most rows whose gain is measured. None: all rows.
         **kwargs: keyword arguments of the function.
 
     Returns:
@@ -167,23 +186,17 @@ def blame(
     """
     low, args = emulated_call("low", low, args, kwargs)
     check_instance("output", output, Callable | None, "a function of the result, or None")
-    limit = max_turns if max_turns is not None else low.settings.max_turns
-    most_turns = check_int("max_turns", _MOST_BLAME_TURNS if limit is None else limit, 1, (1 << 32) - 1)
+    most_turns, is_limited = limit_of_turns(low, max_turns)
     tape = Tape(paired_run.CarrierReference(), most_turns)
     program = trace_program(low.fun, low.settings, args, kwargs)
     refuse_tracers("blame", program.values)
-    call = user_line()
-    first = paired_run.first_line_of(low.fun, call)
-    # Of a constant result, `emulate` makes an equation in this call.
-    steps = [
-        (step, runs, first if line == call else line)
-        for step, runs, line in paired_run.walk_sources(program.plan, call)
-    ]
+    steps, first = steps_by_source(low, program, user_line())
     tape.sources.update((id(step), source) for step, _, source in steps)
     entry = round_on_entry(program, low.settings.spec, seeds_of_call(low, key, args, kwargs))
-    if limit is None:
+    if not is_limited:
         tape.check = partial(_check_loop_turns, program, entry)
-    results = _run_tape(program, tape, paired_run.argument_names(args, kwargs), entry)
+    names = paired_run.argument_names(args, kwargs)
+    results = _run_tape(program, tape, names, entry)
     error, value, reference, cotangents = _output_cotangents(program, results, output)
     shares = tape.shares(results, cotangents)
     for note in dict.fromkeys(tape.notes):
@@ -197,9 +210,22 @@ def blame(
     rows = sorted(
         (_blame_row(*place, members, error) for place, members in groups), key=lambda row: -abs(row.contribution)
     )
+    if gains is None or check_int("gains", gains, 0):
+        parts = parts_of(program, low.settings.spec, names, steps, first)
+        rows = _with_gains(rows, gains, parts, WideRuns(low, program, entry, output, most_turns, is_limited))
     unexplained = error - math.fsum(row.contribution for row in rows)
     notes = (*dict.fromkeys(tape.notes), *_blame_notes(tape.diverges, error, value, unexplained, rows))
     return Blame(tuple(rows), error, value, reference, unexplained, notes)
+
+
+def _with_gains(
+    rows: Sequence[BlameRow], most: int | None, parts: dict[RowKey, Part], runs: WideRuns
+) -> list[BlameRow]:
+    measured = {key: row for row in rows[:most] if (key := (row.scope, row.primitive, row.spec, row.source)) in parts}
+    falls = runs.measure(map(parts.__getitem__, measured)) if measured else []
+    new = [replace(row, gain=x, projection=y) for row, (_, x, y) in zip(measured.values(), falls, strict=True)]
+    others = [row for row in rows if all(row is not own for own in measured.values())]
+    return [*sorted(new, key=lambda row: -math.inf if math.isnan(row.gain) else row.gain, reverse=True), *others]
 
 
 def _blame_notes(diverges: bool, error: float, value: float, rest: float, rows: Sequence[BlameRow]) -> Iterator[str]:
@@ -236,11 +262,7 @@ def _run_tape(
 def _check_loop_turns(program: EmulatedProgram, entry: tuple[list[Any], list[Any], Seeds | None]) -> None:
     """Refuses loops of too many turns, by a run of the emulated program alone, which is much faster."""
     values, constants, inner_seeds = entry
-    with warnings.catch_warnings(record=True) as records:
-        warnings.simplefilter("always")
-        interpret(EagerRunner(_MOST_BLAME_TURNS), program.plan, inner_seeds, values, constants)
-        jax.effects_barrier()
-    messages = [str(record.message) for record in records if issubclass(record.category, RuntimeWarning)]
+    _, messages = run_limited(program.plan, inner_seeds, values, constants, MOST_TURNS)
     if messages:
         raise ValueError(
             f"{messages[0]}. blame records every operation of every turn: max_turns=100 gives the parts of the first "

@@ -9,17 +9,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from jchop._common.checks import check, check_choice
-from jchop._common.files import require_extra
-
-require_extra("jchop.compat.pychop.ptq", "torch", ("torch",))
-
-import torch  # noqa: E402
-from torch import fx, nn  # noqa: E402
-from torch.nn.utils.fusion import fuse_conv_bn_eval  # noqa: E402
-
-from jchop._spec.spec import Spec  # noqa: E402
-from jchop.compat._arrays import apply_to_arrays, dtype_name, round_first  # noqa: E402
-from jchop.compat.pychop._quantizers import Chopi  # noqa: E402
+from jchop._spec.spec import Spec
+from jchop.compat._arrays import apply_to_arrays, dtype_name, round_first
+from jchop.compat._torch import fx, nn, torch
+from jchop.compat.pychop._quantizers import Chopi
 
 _PTQ_METHODS = ("minmax", "percentile", "kl_divergence", "mse")
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -159,7 +152,7 @@ def fuse_batch_norms(model: Any) -> Any:
     if not any(type(module) in _BATCH_NORMS for module in result.modules()):
         return result
     for convolution, norm in _conv_norm_pairs(result):
-        both = fuse_conv_bn_eval(result.get_submodule(convolution), result.get_submodule(norm))  # type: ignore[type-var]
+        both = nn.utils.fuse_conv_bn_eval(result.get_submodule(convolution), result.get_submodule(norm))  # type: ignore[type-var]
         for name, module in ((convolution, both), (norm, nn.Identity())):
             parent, _, attribute = name.rpartition(".")
             setattr(result.get_submodule(parent), attribute, module)

@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jchop._common.bit_ops import CARRIERS
-from jchop._common.checks import check, check_bool, check_int
+from jchop._common.checks import check, check_bool, check_choice, check_int
 from jchop._core.rounding.grid import carrier_holds
 from jchop._round.arguments import as_operands, convert_dtype
 from jchop._round.flip import flip_bits
@@ -26,12 +26,8 @@ from jchop.formats import FixedFormat, FloatFormat, IntegerFormat, ScaledFormat
 from jchop.matlab import CHOP_FORMATS, CHOP_ROUNDINGS, chop_float_format, chop_spec, int_if_whole, round_by_randfunc
 
 #: Rounding of each ``rmode``, and its text name.
-RMODES = {rmode: rounding for rmode, (rounding, _) in CHOP_ROUNDINGS.items()} | {
-    7: "nearest_zero",
-    8: "nearest_away",
-    9: "odd",
-    10: "stochastic_equal",  # CADNA's: up or down with equal probability
-}
+RMODES = CHOP_ROUNDINGS | {7: "nearest_zero", 8: "nearest_away", 9: "odd"}
+RMODES[10] = "stochastic_equal"  # CADNA's: up or down with equal probability
 RMODE_NAMES = {
     "nearest": 1, "plus_inf": 2, "minus_inf": 3, "toward_zero": 4, "towards_zero": 4, "stoc_prop": 5,
     "stoc_equal": 6, "cadna": 10,
@@ -365,10 +361,8 @@ class Chopi:
         num_bits: int | None = None,
         channel_dim: int | None = None,
     ) -> None:
-        bits, axis = (
-            int_if_whole(bits if num_bits is None else num_bits),
-            int_if_whole(axis if channel_dim is None else channel_dim),
-        )
+        bits = int_if_whole(bits if num_bits is None else num_bits)
+        axis = int_if_whole(axis if channel_dim is None else channel_dim)
         self.bits, self.symmetric = check_int("bits", bits, 2, 8), check_bool("symmetric", symmetric)
         self.per_channel, self.axis = check_bool("per_channel", per_channel), axis
         self.qmin, self.qmax = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if symmetric else (0, (1 << bits) - 1)
@@ -548,9 +542,7 @@ def float_params(prec: str | None = None, binary: bool = False) -> FloatParams |
         if binary:
             table = {name: (*(f"2^{round(math.log2(x))}" for x in row[:4]), *row[4:]) for name, row in table.items()}
         return table
-    if prec not in CHOP_FORMATS:
-        raise ValueError(f"prec={prec!r} must be one of {', '.join(map(repr, CHOP_FORMATS))}")
-    return _params_of(*CHOP_FORMATS[prec])
+    return _params_of(*CHOP_FORMATS[check_choice("prec", prec, tuple(CHOP_FORMATS))])
 
 
 def _params_of(t: int, emax: int) -> FloatParams:

@@ -24,16 +24,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from jchop._common.files import require_extra
-
-require_extra("jchop.compat.pychop.layers", "torch", ("torch",))
-
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
-
-from jchop.compat._arrays import round_first  # noqa: E402
-from jchop.compat.pychop._quantizers import QUANTIZER_WORDS, Chop, Chopf, Chopi, PychopQuantizer, class_lookup  # noqa: E402  # noqa: E402
-from jchop.compat.pychop.ptq import (  # noqa: E402
+from jchop.compat._arrays import round_first
+from jchop.compat._torch import nn, torch
+from jchop.compat.pychop._quantizers import QUANTIZER_WORDS, Chop, Chopf, Chopi, PychopQuantizer, class_lookup
+from jchop.compat.pychop.ptq import (
     dynamic_post_quantization,
     mixed_post_quantization,
     post_quantization,
@@ -167,8 +161,4 @@ _LAYER_TEXTS = {
     prefix: _LAYER_TEXT.format(", ".join(f"``{name}=``" for name in ("chop", *words.names)))
     for prefix, words in QUANTIZER_WORDS.items()
 }
-_class_of_name = class_lookup(_RoundingLayer, nn, _TORCH_NAMES, _LAYER_TEXTS)
-
-
-def __getattr__(name: str) -> Any:
-    return _class_of_name(name)
+__getattr__ = class_lookup(_RoundingLayer, nn, _TORCH_NAMES, _LAYER_TEXTS)

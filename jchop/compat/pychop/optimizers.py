@@ -8,13 +8,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from jchop._common.files import require_extra
-
-require_extra("jchop.compat.pychop.optimizers", "torch", ("torch",))
-
-import torch  # noqa: E402
-
-from jchop.compat.pychop._quantizers import QUANTIZER_WORDS, class_lookup  # noqa: E402
+from jchop.compat._torch import torch
+from jchop.compat.pychop._quantizers import QUANTIZER_WORDS, class_lookup
 
 _TORCH_OPTIMIZERS = {name: name for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "RMSprop", "SGD")} | {
     "RMSProp": "RMSprop"
@@ -51,8 +46,4 @@ class _RoundingOptimizer(torch.optim.Optimizer):
 
 _OPTIMIZER_TEXT = "`torch.optim.{}` with ``chop=``, a quantizer of its moments; None (default) for none."
 _OPTIMIZER_TEXTS: dict[str, str] = dict.fromkeys(_OPTIMIZER_PREFIXES, _OPTIMIZER_TEXT)
-_class_of_optimizer = class_lookup(_RoundingOptimizer, torch.optim, _TORCH_OPTIMIZERS, _OPTIMIZER_TEXTS)
-
-
-def __getattr__(name: str) -> Any:
-    return _class_of_optimizer(name)
+__getattr__ = class_lookup(_RoundingOptimizer, torch.optim, _TORCH_OPTIMIZERS, _OPTIMIZER_TEXTS)

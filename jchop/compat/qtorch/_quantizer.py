@@ -5,16 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from jchop._common.files import require_extra
-
-require_extra("jchop.compat.qtorch", "torch", ("torch",))
-
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from jchop import torch as bridge  # noqa: E402
-from jchop._spec.spec import Spec  # noqa: E402
-from jchop.compat.qtorch import FixedPoint, Number  # noqa: E402
+from jchop import torch as bridge
+from jchop._spec.spec import Spec
+from jchop.compat._torch import torch
+from jchop.compat.qtorch import FixedPoint, Number
 
 
 def random_source(spec: Spec, random: dict[str, Any]) -> dict[str, Any]:
@@ -54,7 +48,7 @@ class Quantizer(bridge.Quantizer):
         forward_rounding: str = "stochastic",
         backward_rounding: str = "stochastic",
         clamping_grad_zero: bool = False,
-        backward_hooks: Iterable[Callable[[Tensor], Tensor]] = (),
+        backward_hooks: Iterable[Callable[[torch.Tensor], torch.Tensor]] = (),
     ) -> None:
         for name, number in (("forward_number", forward_number), ("backward_number", backward_number)):
             if number is not None and not isinstance(number, Number):
@@ -69,7 +63,7 @@ class Quantizer(bridge.Quantizer):
         self.forward_spec = forward
         self._hooks = tuple(backward_hooks)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` rounded.
 
         Args:

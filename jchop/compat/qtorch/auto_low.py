@@ -6,17 +6,11 @@ import copy
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from jchop._common.files import require_extra
-
-require_extra("jchop.compat.qtorch.auto_low", "torch", ("torch",))
-
-from torch import nn  # noqa: E402
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear  # noqa: E402
-
-from jchop._common.checks import check, check_choice  # noqa: E402
-from jchop.compat._arrays import round_first  # noqa: E402
-from jchop.compat.qtorch import Number  # noqa: E402
-from jchop.compat.qtorch._quantizer import Quantizer  # noqa: E402
+from jchop._common.checks import check, check_choice
+from jchop.compat._arrays import round_first
+from jchop.compat._torch import nn
+from jchop.compat.qtorch import Number
+from jchop.compat.qtorch._quantizer import Quantizer
 
 __all__ = ["lower", "sequential_lower"]
 
@@ -89,7 +83,7 @@ def lower(
     layers = []
     for layer_type in layer_types:
         files = _LAYER_FILES[check_choice("layer_types", layer_type, tuple(_LAYER_FILES))]
-        matches = [module for module in model.modules() if _defining_module(module) in map(_torch_module_name, files)]
+        matches = [module for module in model.modules() if _defining_file(module) in files]
         check(matches, f"layer_types: the model has no layer of type {layer_type!r}")
         layers += matches
     for layer in layers:
@@ -98,15 +92,14 @@ def lower(
         layer.register_forward_hook(_round_output)
 
 
-def _defining_module(layer: nn.Module) -> str:
-    """The module that defines a layer. An attention counts as linear, not its last layer, which is not called."""
-    if type(layer) is nn.MultiheadAttention:
-        return _torch_module_name("linear")
-    return "" if type(layer) is NonDynamicallyQuantizableLinear else type(layer).__module__
-
-
-def _torch_module_name(name: str) -> str:
-    return f"torch.nn.modules.{name}"
+def _defining_file(layer: nn.Module) -> str:
+    """The file of a layer's class. An attention counts as linear, and not its last layer, which is not called."""
+    kind = type(layer)
+    folder, _, file = kind.__module__.rpartition(".")
+    if kind is nn.MultiheadAttention:
+        return "linear"
+    is_called = folder == "torch.nn.modules" and kind is not nn.modules.linear.NonDynamicallyQuantizableLinear
+    return file if is_called else ""
 
 
 def _round_output(layer: nn.Module, _: Any, output: Any) -> Any:

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from jchop import torch as bridge
 from jchop._common.checks import check
-from jchop._common.files import require_extra
-
-require_extra("jchop.compat.qtorch.optim", "torch", ("torch",))
-
-import torch  # noqa: E402
-
-from jchop import torch as bridge  # noqa: E402
-from jchop.compat.qtorch._quantizer import forward_spec_of  # noqa: E402
+from jchop.compat._torch import torch
+from jchop.compat.qtorch._quantizer import forward_spec_of
 
 __all__ = ["OptimLP"]
 

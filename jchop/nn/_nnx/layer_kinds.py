@@ -333,7 +333,7 @@ def _pack_layer_params(
                     f"{type(layer).__name__} at {path!r} has a mask, and its kernel is packed already: a packed kernel "
                     "has been multiplied by its mask. Make the layer with mask=None"
                 )
-            codes, codes_layout = _codes_in_own_shape(codes_by_name[name], layout, shape, stack_ndim)
+            codes, codes_layout = codes_in_own_shape(codes_by_name[name], layout, shape, stack_ndim)
         else:
             check_finite(variable.get_value(), f"{name} of the {Location(type(layer).__name__, path, rule)}")
             key = fork_rounding_stream(rule, rngs, path)() if spec.rounding.stochastic else None
@@ -409,10 +409,10 @@ def pack_param(
         return quantize(layout.lay(both[0]), spec, key, scale=both[1])
 
     codes = map_over_stack(stack_ndim, quantize_one, (value, scale), key)
-    return _codes_in_own_shape(codes, layout, tuple(value.shape[stack_ndim:]), stack_ndim)
+    return codes_in_own_shape(codes, layout, tuple(value.shape[stack_ndim:]), stack_ndim)
 
 
-def _codes_in_own_shape(
+def codes_in_own_shape(
     codes: QArray, layout: OperandLayout, shape: tuple[int, ...], stack_ndim: int
 ) -> tuple[QArray, OperandLayout | None]:
     """As `pack_param` returns it, of codes and scales in a layout."""
