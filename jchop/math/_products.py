@@ -415,9 +415,6 @@ def _arrange_axes(x: Array, term: str, axes: list[str], sizes: dict[str, int]) -
 # -- convolution -------------------------------------------------------------------------------------------------------
 
 
-_AxisSizes = tuple[int, ...]
-
-
 def _conv_window(
     x: tuple[int, ...], kernel: tuple[int, ...], stride: Any, padding: Any, dilation: Any
 ) -> dict[str, Any]:

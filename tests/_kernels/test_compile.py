@@ -10,7 +10,6 @@ import pytest
 from _kernels import compile_aligned, compile_codes, compiling
 
 import jchop as jc
-from jchop._core.xla.gpu import GPU_QUIRKS
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 
@@ -97,8 +96,8 @@ def version_of(name: str, installed: dict[str, str]) -> str:
 
 
 FAULTY = Path(__file__).with_name("faulty_cases.py")
-(_QUIRK,) = (quirk for quirk in GPU_QUIRKS if quirk.name == "float8_without_tiles_at_highest_precision")
-HIGHEST_FAILS = jax.__version__.rsplit(".", jax.__version__.count(".") - 1)[0] not in _QUIRK.versions_without
+# The quirk `float8_without_tiles_at_highest_precision`: of all tested versions but 0.10.
+HIGHEST_FAILS = jax.__version__.rsplit(".", jax.__version__.count(".") - 1)[0] != "0.10"
 # What each case of faulty_cases.py must be reported as: part of its fault, or None.
 FAULTS: dict[str, str | None] = {
     "sound": None,

@@ -1,13 +1,98 @@
 """The quirks of XLA's CPU backend, and the functions that work around them.
 
-`CPU_QUIRKS` describes them. `tests/_core/xla/test_cpu.py` shows each in a small program, and fails when a quirk is
-gone; then its workaround can be removed. Other files name the quirk that they work around.
+Other files name the quirk that they work around. `tests/_core/xla/test_cpu.py` shows each in a small program, names the
+versions of jaxlib without it, and fails when a quirk is gone; then its workaround can be removed. Where only the time
+tells, `benchmarks/quirks.py` measures it.
+
+The quirks, first of bits, then of run time, then of compile time. Each is given by the wrong bits, or the slow code, of
+a plain program:
+
+* `subnormals_read_as_zero`: Arithmetic and comparisons take a subnormal operand for zero, and give zero for a subnormal
+  result.
+  Workaround: Rounding is integer arithmetic on bits (`_core/rounding/`); exact arithmetic on float32 scales its
+  operands (`_core/arithmetic/hardware.py`); `max` and `min` compare bits (`_core/matmul/operations.py`).
+* `product_contracted_with_sum`: x s + y is one fused multiply-add, so the product is not rounded.
+  Workaround: `prevent_fma`; arithmetic in which no inexact product meets a sum (`_core/arithmetic/`).
+* `conversion_pair_deleted`: A product in bfloat16 that is then converted to float32 is not rounded to bfloat16.
+  Workaround: Rounding makes no use of conversions (`_core/rounding/elements.py`).
+* `constants_of_sums_combined`: (x + a) - a with a constant a is x.
+  Workaround: a is a multiple of the scale (`_core/scaled/tiles.py`).
+* `zero_plus_minus_zero`: 0 + x with a constant 0 is x, and so -0 for x = -0.
+  Workaround: The 0 that a sum starts from is computed from the operands (`_core/matmul/matmul.py`).
+* `quotient_by_one_number_is_product`: x / b with a number b that has no other use is x (1 / b), so the quotient may
+  differ in its last bit.
+  Workaround: Exact quotients (`_core/arithmetic/double_word.py`). None for Adam's 1 - b^t, a quotient of Optax
+  (docs/distributed.md).
+* `maximum_loses_nan`: The maximum of many numbers, one of them NaN, is a number, and may be less than one that precedes
+  the NaN.
+  Workaround: A sum tells whether all numbers are finite (`_largest_magnitude` in `_core/scaled/elements.py`,
+  `optim/_chain.py`), or the maximum is that of the bits (`_emulate/rules/functions.py`).
+* `selected_float8_changes_nan`: `where` of float8 converts to float16 and back: a NaN loses its sign and its payload.
+  Workaround: Codes are selected as integers (`_select_leaf` in `optim/_chain.py`).
+* `signalling_nan_becomes_quiet`: An operation on bfloat16 makes a signalling NaN quiet where nothing should change.
+  Workaround: The tests take every NaN for the same.
+* `order_of_sums_by_orientation`: x w and the transpose of wᵀ xᵀ have other bits: their sums have another order.
+  Workaround: Products of `nn` keep the orientation that Flax gives them (`jchop/_quantized/products/product.py`).
+* `sums_ordered_by_fusion`: A sum of numbers that are computed in its loop has other bits than the sum of the same
+  numbers in memory.
+  Workaround: Parameters that a program computes with itself, and the matrix of a product with one row or one column,
+  are read from memory, packed or not (`materialize` in `_kernels/primitive.py`).
+* `barriers_removed_before_fusion`: An `optimization_barrier` does not keep operations from being fused: a scale is
+  computed for every element.
+  Workaround: `materialize_per_group`.
+* `independent_results_come_first`: The weights of all layers are unpacked before the first product, also with a barrier
+  between layers, so that all of them are in memory together.
+  Workaround: `compute_after` (`unshard` in `distributed/_parts.py`).
+* `computed_once_for_each_use`: A result with several uses is computed in the loop of each, in scalar code if that loop
+  moves axes.
+  Workaround: A body is compiled as a call (`no_inline` in `_kernels/primitive.py`); a chain of operations has one
+  result (`_emulate/rules/interpret.py`); a packed leaf is made in a branch (`optim/_state.py`); seeds are divided by 1
+  (`compute_once`).
+* `constants_enter_calls`: A constant operand is written into the function that is called, so calls that differ only in
+  constants are compiled one by one.
+  Workaround: The number of a draw is behind a barrier (`hide_constant`).
+* `maximum_along_rows_is_scalar`: The maximum of integers along the last axis is scalar code.
+  Workaround: `integer_maximum`.
+* `maxima_merged`: A maximum of maxima becomes one maximum over both axes.
+  Workaround: A barrier between the two steps of `integer_maximum`.
+* `integers_written_before_maximum`: The bits of numbers are written to memory before the largest of each column is
+  found; numbers are not.
+  Workaround: The maximum of numbers is tried first (`_largest_magnitude` in `_core/scaled/elements.py`).
+* `write_into_part_has_one_thread`: A computation that is fused with a write into a part of an array runs in one thread.
+  Workaround: Results are written one turn later (`loop_over_chunks` in `optim/_state.py`).
+* `short_floats_converted_whole`: A loop that writes a part of an array of float8 converts the whole array in every
+  turn.
+  Workaround: The loop carries words (`_short_floats_as_words` in `optim/_state.py`).
+* `stack_of_short_floats_converted`: A loop that takes one entry of an array of float8 converts the whole array to
+  float16 before the first turn.
+  Workaround: `loop_slice`, in the loops over panels (`_quantized/products/code_products.py`), and `loop_entry`, in
+  `unshard` (`distributed/_parts.py`) and in the loops of programs (`_program/control.py`).
+* `rows_of_two_axes_moved`: For a product that sums over two axes of rows, one operand is transposed in memory first.
+  Workaround: The rows become one axis (`DotProduct` in `jchop/_quantized/products/product.py`).
+* `slice_fused_into_loop`: A slice at a place known only at run time is fused into the arithmetic, which is then scalar
+  code.
+  Workaround: The parts of the next turn are sliced in this one (`_in_chunks` in `_core/matmul/matmul.py`).
+* `one_row_of_integers_is_widened`: For a product of int8 with one row, the matrix is written as int32; with more rows
+  it is read as it is.
+  Workaround: `dot_with_two_rows`; `dot_with_one_row` if the rows of the matrix are the last axis of memory.
+* `long_sums_of_integers_are_scalar`: A sum of products of int8, along any axis but the last of memory, is vector code
+  only if it has few numbers.
+  Workaround: `dot_with_one_row`.
+* `tall_integers_read_in_columns`: A product of int8 with 4,096 rows of weights or more takes up to six times the time
+  of its parts of 512 rows.
+  Workaround: `suits_panels` in `_quantized/products/code_products.py`.
+* `long_fusion_compiled_for_minutes`: Long integer arithmetic that is fused with the operations before it is compiled
+  for a minute or more.
+  Workaround: Barriers between the stages (`_barrier_unless_nearest` in `_core/matmul/operations.py`,
+  `_scales_of_ranges` in `_core/scaled/zero_points.py`). Places among nodes in memory (`interp` in `math/_composed.py`),
+  and the mean in a variance (`math/_reductions.py`).
+* `known_results_computed_by_compiler`: The compiler computes what depends on constants only, slowly.
+  Workaround: A barrier before the first state is packed (`pack_by_plan` in `optim/_pack.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,190 +110,6 @@ from jchop._core.xla.sizes import are_static, if_static
 _MOST_PARTS, _MOST_PARTS_OF_LONG, _LONG_AXIS, _LEAST_PART = 32, 16, 1 << 12, 8
 #: Arrays of as many elements are materialized apart.
 _LARGE_ARRAY = 1 << 16
-
-
-@dataclass(frozen=True)
-class Quirk:
-    """One quirk.
-
-    Args:
-        name: its name in other files and tests.
-        symptom: the wrong bits, or the slow code, of a plain program.
-        workaround: the workaround of jchop, and its place.
-        versions_without: the versions of jaxlib, as major and minor number, on which the test has shown no symptom.
-            It has shown it on the others that are tested.
-        benchmark_only: whether the program does not show it; then `benchmarks/quirks.py` measures it, and no test.
-    """
-
-    name: str
-    symptom: str
-    workaround: str
-    versions_without: tuple[str, ...] = ()
-    benchmark_only: bool = False
-
-
-#: First quirks of bits, then of run time, then of compile time.
-CPU_QUIRKS: tuple[Quirk, ...] = (
-    Quirk(
-        "subnormals_read_as_zero",
-        "Arithmetic and comparisons take a subnormal operand for zero, and give zero for a subnormal result.",
-        "Rounding is integer arithmetic on bits (`_core/rounding/`); exact arithmetic on float32 scales its operands "
-        "(`_core/arithmetic/hardware.py`); `max` and `min` compare bits (`_core/matmul/operations.py`).",
-    ),
-    Quirk(
-        "product_contracted_with_sum",
-        "x s + y is one fused multiply-add, so the product is not rounded.",
-        "`prevent_fma`; arithmetic in which no inexact product meets a sum (`_core/arithmetic/`).",
-    ),
-    Quirk(
-        "conversion_pair_deleted",
-        "A product in bfloat16 that is then converted to float32 is not rounded to bfloat16.",
-        "Rounding makes no use of conversions (`_core/rounding/elements.py`).",
-    ),
-    Quirk(
-        "constants_of_sums_combined",
-        "(x + a) - a with a constant a is x.",
-        "a is a multiple of the scale (`_core/scaled/tiles.py`).",
-        versions_without=("0.12",),
-    ),
-    Quirk(
-        "zero_plus_minus_zero",
-        "0 + x with a constant 0 is x, and so -0 for x = -0.",
-        "The 0 that a sum starts from is computed from the operands (`_core/matmul/matmul.py`).",
-    ),
-    Quirk(
-        "quotient_by_one_number_is_product",
-        "x / b with a number b that has no other use is x (1 / b), so the quotient may differ in its last bit.",
-        "Exact quotients (`_core/arithmetic/double_word.py`). None for Adam's 1 - b^t, a quotient of Optax "
-        "(docs/distributed.md).",
-    ),
-    Quirk(
-        "maximum_loses_nan",
-        "The maximum of many numbers, one of them NaN, is a number, and may be less than one that precedes the NaN.",
-        "A sum tells whether all numbers are finite (`_largest_magnitude` in `_core/scaled/elements.py`, "
-        "`optim/_chain.py`), or the maximum is that of the bits (`_emulate/rules/functions.py`).",
-    ),
-    Quirk(
-        "selected_float8_changes_nan",
-        "`where` of float8 converts to float16 and back: a NaN loses its sign and its payload.",
-        "Codes are selected as integers (`_select_leaf` in `optim/_chain.py`).",
-    ),
-    Quirk(
-        "signalling_nan_becomes_quiet",
-        "An operation on bfloat16 makes a signalling NaN quiet where nothing should change.",
-        "The tests take every NaN for the same.",
-        versions_without=("0.12",),
-    ),
-    Quirk(
-        "order_of_sums_by_orientation",
-        "x w and the transpose of wᵀ xᵀ have other bits: their sums have another order.",
-        "Products of `nn` keep the orientation that Flax gives them (`jchop/_quantized/products/product.py`).",
-    ),
-    Quirk(
-        "sums_ordered_by_fusion",
-        "A sum of numbers that are computed in its loop has other bits than the sum of the same numbers in memory.",
-        "Parameters that a program computes with itself, and the matrix of a product with one row or one column, are "
-        "read from memory, packed or not (`materialize` in `_kernels/primitive.py`).",
-    ),
-    Quirk(
-        "barriers_removed_before_fusion",
-        "An `optimization_barrier` does not keep operations from being fused: a scale is computed for every element.",
-        "`materialize_per_group`.",
-        versions_without=("0.12",),
-    ),
-    Quirk(
-        "independent_results_come_first",
-        "The weights of all layers are unpacked before the first product, also with a barrier between layers, so that "
-        "all of them are in memory together.",
-        "`compute_after` (`unshard` in `distributed/_parts.py`).",
-        versions_without=("0.12",),
-    ),
-    Quirk(
-        "computed_once_for_each_use",
-        "A result with several uses is computed in the loop of each, in scalar code if that loop moves axes.",
-        "A body is compiled as a call (`no_inline` in `_kernels/primitive.py`); a chain of operations has one result "
-        "(`_emulate/rules/interpret.py`); a packed leaf is made in a branch (`optim/_state.py`); seeds are divided by "
-        "1 (`compute_once`).",
-    ),
-    Quirk(
-        "constants_enter_calls",
-        "A constant operand is written into the function that is called, so calls that differ only in constants are "
-        "compiled one by one.",
-        "The number of a draw is behind a barrier (`hide_constant`).",
-    ),
-    Quirk(
-        "maximum_along_rows_is_scalar",
-        "The maximum of integers along the last axis is scalar code.",
-        "`integer_maximum`.",
-    ),
-    Quirk(
-        "maxima_merged",
-        "A maximum of maxima becomes one maximum over both axes.",
-        "A barrier between the two steps of `integer_maximum`.",
-    ),
-    Quirk(
-        "integers_written_before_maximum",
-        "The bits of numbers are written to memory before the largest of each column is found; numbers are not.",
-        "The maximum of numbers is tried first (`_largest_magnitude` in `_core/scaled/elements.py`).",
-    ),
-    Quirk(
-        "write_into_part_has_one_thread",
-        "A computation that is fused with a write into a part of an array runs in one thread.",
-        "Results are written one turn later (`loop_over_chunks` in `optim/_state.py`).",
-    ),
-    Quirk(
-        "short_floats_converted_whole",
-        "A loop that writes a part of an array of float8 converts the whole array in every turn.",
-        "The loop carries words (`_short_floats_as_words` in `optim/_state.py`).",
-    ),
-    Quirk(
-        "stack_of_short_floats_converted",
-        "A loop that takes one entry of an array of float8 converts the whole array to float16 before the first turn.",
-        "`loop_slice`, in the loops over panels (`_quantized/products/code_products.py`), and `loop_entry`, in "
-        "`unshard` (`distributed/_parts.py`) and in the loops of programs (`_program/control.py`).",
-    ),
-    Quirk(
-        "rows_of_two_axes_moved",
-        "For a product that sums over two axes of rows, one operand is transposed in memory first.",
-        "The rows become one axis (`DotProduct` in `jchop/_quantized/products/product.py`).",
-    ),
-    Quirk(
-        "slice_fused_into_loop",
-        "A slice at a place known only at run time is fused into the arithmetic, which is then scalar code.",
-        "The parts of the next turn are sliced in this one (`_in_chunks` in `_core/matmul/matmul.py`).",
-    ),
-    Quirk(
-        "one_row_of_integers_is_widened",
-        "For a product of int8 with one row, the matrix is written as int32; with more rows it is read as it is.",
-        "`dot_with_two_rows`; `dot_with_one_row` if the rows of the matrix are the last axis of memory.",
-    ),
-    Quirk(
-        "long_sums_of_integers_are_scalar",
-        "A sum of products of int8, along any axis but the last of memory, is vector code only if it has few numbers.",
-        "`dot_with_one_row`.",
-    ),
-    Quirk(
-        "tall_integers_read_in_columns",
-        "A product of int8 with 4,096 rows of weights or more takes up to six times the time of its parts of 512 rows.",
-        "`suits_panels` in `_quantized/products/code_products.py`.",
-        versions_without=("0.12",),
-        benchmark_only=True,
-    ),
-    Quirk(
-        "long_fusion_compiled_for_minutes",
-        "Long integer arithmetic that is fused with the operations before it is compiled for a minute or more.",
-        "Barriers between the stages (`_barrier_unless_nearest` in `_core/matmul/operations.py`, `_scales_of_ranges` "
-        "in `_core/scaled/zero_points.py`). Places among nodes in memory (`interp` in `math/_composed.py`), and the "
-        "mean in a variance (`math/_reductions.py`).",
-        versions_without=("0.10",),
-        benchmark_only=True,
-    ),
-    Quirk(
-        "known_results_computed_by_compiler",
-        "The compiler computes what depends on constants only, slowly.",
-        "A barrier before the first state is packed (`pack_by_plan` in `optim/_pack.py`).",
-    ),
-)
 
 
 def branch_in_functions(predicate: Array, yes: Callable[[], Array], no: Callable[[], Array]) -> Array:

@@ -17,9 +17,8 @@ import pytest
 from further import Further
 from jax import lax
 
+from jchop._core.xla import cpu
 from jchop._core.xla.cpu import (
-    CPU_QUIRKS,
-    Quirk,
     compute_after,
     dot_with_one_row,
     hide_constant,
@@ -33,13 +32,18 @@ from jchop._kernels.primitive import make_op
 further = Further()
 
 VERSION = ".".join(importlib.metadata.version("jaxlib").split(".")[:2])
-GUARDS: dict[str, Callable[[], bool]] = {}
+#: Whether the symptom of a quirk is there, by its name; and the versions of jaxlib, as major and minor number, without.
+GUARDS: dict[str, tuple[Callable[[], bool], tuple[str, ...]]] = {}
 
 
-def guard(symptom: Callable[[], bool]) -> Callable[[], bool]:
-    """A function, named as a quirk, that says whether its symptom is there."""
-    GUARDS[symptom.__name__] = symptom
-    return symptom
+def guard(*versions_without: str) -> Callable[[Callable[[], bool]], Callable[[], bool]]:
+    """Makes a function, named as a quirk, its guard; the quirk is there in all tested versions but these."""
+
+    def add(symptom: Callable[[], bool]) -> Callable[[], bool]:
+        GUARDS[symptom.__name__] = symptom, versions_without
+        return symptom
+
+    return add
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
@@ -79,19 +83,19 @@ def scale_of_rows(x: jax.Array) -> jax.Array:
 # -- bits --------------------------------------------------------------------------------------------------------------
 
 
-@guard
+@guard()
 def subnormals_read_as_zero() -> bool:
     tiny = np.float32(1e-40)
     return computed(lambda x: x * 2.0**20, tiny) == 0 and not computed(lambda x: x > 0, tiny)
 
 
-@guard
+@guard()
 def product_contracted_with_sum() -> bool:
     x, y, scale = normal(64, 64), normal(64, 64, seed=1), np.float32(1.1)
     return bool(np.any(computed(lambda x, s, y: x * s + y, x, scale, y) != x * scale + y))
 
 
-@guard
+@guard()
 def conversion_pair_deleted() -> bool:
     x, y = (normal(1000, seed=seed).astype(ml_dtypes.bfloat16) for seed in (0, 1))
     return bool(
@@ -99,18 +103,18 @@ def conversion_pair_deleted() -> bool:
     )
 
 
-@guard
+@guard("0.12")
 def constants_of_sums_combined() -> bool:
     whole = 1.5 * 2.0**23
     return bool(computed(lambda x: (x + whole) - whole, np.float32(0.3)) != 0)
 
 
-@guard
+@guard()
 def zero_plus_minus_zero() -> bool:
     return bool(np.signbit(computed(lambda x: jnp.zeros_like(x) + x, np.full(3, -0.0, np.float32))).all())
 
 
-@guard
+@guard()
 def quotient_by_one_number_is_product() -> bool:
     x, b = normal(1024), np.float32(0.0975)
     used_twice = jax.jit(lambda x, b: (x / b, b))(x, b)[0]
@@ -118,14 +122,14 @@ def quotient_by_one_number_is_product() -> bool:
     return bool((computed(lambda x, b: x / b, x, b) != x / b).any())
 
 
-@guard
+@guard()
 def maximum_loses_nan() -> bool:
     x = normal(128, 256)
     x[63, 200] = np.nan
     return not np.isnan(computed(jnp.max, x))
 
 
-@guard
+@guard()
 def selected_float8_changes_nan() -> bool:
     codes = np.array([0xFF, 0x81, 0x7D], np.uint8)
     x = codes.view(ml_dtypes.float8_e5m2)
@@ -133,14 +137,14 @@ def selected_float8_changes_nan() -> bool:
     return bool(np.any(kept.view(np.uint8) != codes))
 
 
-@guard
+@guard("0.12")
 def signalling_nan_becomes_quiet() -> bool:
     bits = np.array([0x7F81], np.uint16)
     x = bits.view(ml_dtypes.bfloat16)
     return bool(np.any(computed(lambda taken, x: jnp.where(taken, x, -x), True, x).view(np.uint16) != bits))
 
 
-@guard
+@guard()
 def order_of_sums_by_orientation() -> bool:
     """In one of some shapes: the processor and its vectors decide which."""
 
@@ -152,7 +156,7 @@ def order_of_sums_by_orientation() -> bool:
     return any(differs(rows, depth) for rows, depth in ((64, 512), (1, 512), (64, 2048)))
 
 
-@guard
+@guard()
 def sums_ordered_by_fusion() -> bool:
     codes, scale = np.rint(normal(32, 64) * 40).astype(np.int8), np.abs(normal(1, 64, seed=1)) + 1
 
@@ -169,7 +173,7 @@ def sums_ordered_by_fusion() -> bool:
 # -- time --------------------------------------------------------------------------------------------------------------
 
 
-@guard
+@guard("0.12")
 def barriers_removed_before_fusion() -> bool:
     return entry(lambda x: x * lax.optimization_barrier(scale_of_rows(x)), normal(64, 64)).count(" fusion(") == 1
 
@@ -186,7 +190,7 @@ def layers_in_memory(tie: Callable[[Any, Any], Any]) -> float:
     return optimized(run, weights, x).memory_analysis().temp_size_in_bytes / (4 * 256**2)
 
 
-@guard
+@guard("0.12")
 def independent_results_come_first() -> bool:
     return layers_in_memory(lambda w, x: lax.optimization_barrier((w, x))[0]) > 5
 
@@ -222,7 +226,7 @@ def shifts(fun: Callable[..., Any]) -> int:
     return len(re.findall(r" shift-right-\w+\(", text(fun, normal(64, 64))))
 
 
-@guard
+@guard()
 def computed_once_for_each_use() -> bool:
     def twice(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         y = rounded(x)
@@ -231,7 +235,7 @@ def computed_once_for_each_use() -> bool:
     return shifts(rounded) == 1 and shifts(twice) == 2
 
 
-@guard
+@guard()
 def constants_enter_calls() -> bool:
     double = make_op(
         "double", lambda x, number: jnp.sin(x * number.astype(jnp.float32)), like_first=True, no_inline=True
@@ -250,20 +254,20 @@ def taken_in_windows(program: Any, array: str) -> bool:
     return re.search(rf"reduce-window\S* \(\S+ {re.escape(array)},", program.as_text()) is not None
 
 
-@guard
+@guard()
 def maximum_along_rows_is_scalar() -> bool:
     x = jnp.zeros((256, 4096), jnp.int32)
     plain, steps = optimized(lambda x: jnp.max(x, axis=-1), x), optimized(lambda x: integer_maximum(x, 1), x)
     return taken_in_windows(plain, "s32[256,4096]") and not taken_in_windows(steps, "s32[256,4096]")
 
 
-@guard
+@guard()
 def maxima_merged() -> bool:
     x = np.zeros((4, 64), np.int32)
     return text(lambda x: jnp.max(jnp.max(x.reshape(4, 8, 8), -2), -1), x).count(" reduce(") == 1
 
 
-@guard
+@guard()
 def integers_written_before_maximum() -> bool:
     x = jnp.zeros((1024, 1024), jnp.float32)
 
@@ -274,7 +278,7 @@ def integers_written_before_maximum() -> bool:
     return written(lambda x: bits_of(x) & 0x7FFFFFFF) >= x.nbytes > written(jnp.abs)
 
 
-@guard
+@guard()
 def write_into_part_has_one_thread() -> bool:
     def long(x: jax.Array) -> jax.Array:
         for _ in range(20):
@@ -290,7 +294,7 @@ def write_into_part_has_one_thread() -> bool:
     return "outer_dimension_partitions" not in text(written, jnp.zeros((4096, 1024)), x, jnp.int32(0))
 
 
-@guard
+@guard()
 def short_floats_converted_whole() -> bool:
     def pieces(x: jax.Array) -> jax.Array:
         def turn(i: jax.Array, whole: jax.Array) -> jax.Array:
@@ -316,7 +320,7 @@ def stack_in_a_loop(take: Callable[[jax.Array, jax.Array], jax.Array]) -> str:
 WHOLE_STACK = re.compile(r"^ +%\S+ = (f16|u8)\[8,64,128\]\S* (fusion|convert|bitcast-convert|copy)\(", re.MULTILINE)
 
 
-@guard
+@guard()
 def stack_of_short_floats_converted() -> bool:
     program = stack_in_a_loop(lambda stack, i: lax.dynamic_index_in_dim(stack, i, 0, False))
     return WHOLE_STACK.search(program[program.index("ENTRY") :]) is not None
@@ -346,7 +350,7 @@ def test_a_stack_is_not_converted() -> None:
     assert WHOLE_STACK.search(program[program.index("ENTRY") :]) is None
 
 
-@guard
+@guard()
 def rows_of_two_axes_moved() -> bool:
     def for_weight(x: jax.Array, g: jax.Array) -> jax.Array:
         def product(w: jax.Array) -> jax.Array:
@@ -361,7 +365,7 @@ def rows_of_two_axes_moved() -> bool:
     return moves(8, 64) and not moves(512)
 
 
-@guard
+@guard()
 def slice_fused_into_loop() -> bool:
     def sums(x: jax.Array, y: jax.Array) -> jax.Array:
         def turn(i: jax.Array, total: jax.Array) -> jax.Array:
@@ -374,7 +378,7 @@ def slice_fused_into_loop() -> bool:
     return any("dynamic-slice(" in body and " multiply(" in body for body in bodies if "fused" in body[:60])
 
 
-@guard
+@guard()
 def one_row_of_integers_is_widened() -> bool:
     def widened(rows: int) -> bool:
         x, w = np.ones((1, rows, 512), np.int8), np.ones((1, 256, 512), np.int8)
@@ -385,7 +389,7 @@ def one_row_of_integers_is_widened() -> bool:
     return widened(1) and not widened(2)
 
 
-@guard
+@guard()
 def long_sums_of_integers_are_scalar() -> bool:
     rng = np.random.default_rng(0)
     row, matrix = (rng.integers(-128, 128, shape).astype(np.int8) for shape in ((1, 1, 2048), (2048, 1024)))
@@ -398,7 +402,7 @@ def long_sums_of_integers_are_scalar() -> bool:
     return taken_in_windows(long, "s32[2048,1024]") and written[0] < matrix.size < written[1]
 
 
-@guard
+@guard()
 def known_results_computed_by_compiler() -> bool:
     table = normal(100)
 
@@ -408,32 +412,27 @@ def known_results_computed_by_compiler() -> bool:
     return " sort(" not in taken(lambda x: x) and " sort(" in taken(lax.optimization_barrier)
 
 
-# -- the table ---------------------------------------------------------------------------------------------------------
+# -- the list ----------------------------------------------------------------------------------------------------------
 
 
 @further.first
-def every_quirk_has_a_guard() -> None:
-    assert sorted(GUARDS) == sorted(quirk.name for quirk in CPU_QUIRKS if not quirk.benchmark_only)
-
-
-def test_quirks_that_are_times_have_a_benchmark() -> None:
+def every_quirk_has_a_guard_or_a_benchmark() -> None:
     tree = ast.parse((Path(__file__).parents[3] / "benchmarks" / "quirks.py").read_text("utf-8"))
-    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    assert {quirk.name for quirk in CPU_QUIRKS if quirk.benchmark_only} <= functions
+    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    timed = functions[functions.index("seconds") + 1 :]
+    assert sorted([*GUARDS, *timed]) == sorted(re.findall(r"^\* `(\w+)`: ", str(cpu.__doc__), re.MULTILINE))
 
 
 @further
-@pytest.mark.parametrize(
-    "quirk", [quirk for quirk in CPU_QUIRKS if not quirk.benchmark_only], ids=lambda quirk: quirk.name
-)
-def the_quirk_is_there(quirk: Quirk, pytestconfig: pytest.Config) -> None:
+@pytest.mark.parametrize("name", GUARDS)
+def the_quirk_is_there(name: str, pytestconfig: pytest.Config) -> None:
     if pytestconfig.getoption("--unoptimized"):
         pytest.skip("quirks of optimized code")
-    there = GUARDS[quirk.name]()
-    if VERSION in quirk.versions_without:
-        assert not there, f"the quirk {quirk.name} is back on jaxlib {VERSION}: say so in QUIRKS"
+    symptom, versions_without = GUARDS[name]
+    if VERSION in versions_without:
+        assert not symptom(), f"the quirk {name} is back on jaxlib {VERSION}: say so at its guard"
     else:
-        assert there, f"the quirk {quirk.name} is gone on jaxlib {VERSION}: its workaround may go: {quirk.workaround}"
+        assert symptom(), f"the quirk {name} is gone on jaxlib {VERSION}: its workaround may go (`_core/xla/cpu.py`)"
 
 
 # -- the workarounds ---------------------------------------------------------------------------------------------------
