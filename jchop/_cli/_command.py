@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import io
+import itertools
 import json
 import math
 import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -24,7 +24,7 @@ from jchop._common.html import image, page
 from jchop._common.text import REPORT_WIDTH, table_lines
 from jchop.formats import ElementFormat, FloatFormat
 from jchop.formats._base import Dyadic
-from jchop.study._run import ProgressBar
+from jchop.study._run import ProgressBar, png_bytes
 
 
 def print_rows(rows: Sequence[Sequence[str]], align: str, as_json: bool) -> None:
@@ -44,10 +44,8 @@ def rows_as_dicts(rows: Sequence[Sequence[str]], align: str) -> list[dict[str, A
 
 def _json_cell(text: str, alignment: str) -> Any:
     digits = text.replace(",", "")
-    if alignment == ">" and re.fullmatch(r"-?\d+", digits):
-        return int(digits)
     if alignment == ">" and re.fullmatch(r"-?\d+(\.\d+)?(e[+-]?\d+)?", digits):
-        return float(digits)
+        return json.loads(digits)
     return None if text in ("", "-") else text
 
 
@@ -70,6 +68,11 @@ def text_table(rows: Sequence[Sequence[str]], align: str, rule: bool = True, opt
     cells = [[printable(cell) for cell in row] for row in rows]
     lines = table_lines(cells, align, output_width(), optional, "COLUMNS=200 or --json")
     return "\n".join([bold(lines[0], sys.stdout), "-" * max(map(len, lines)), *lines[1:]] if rule else lines)
+
+
+def facts_table(facts: Mapping[str, str]) -> str:
+    """Facts by name, without a line under the first one."""
+    return text_table([(f"  {name}", text) for name, text in facts.items()], "<<", rule=False)
 
 
 def printable(text: str) -> str:
@@ -146,21 +149,13 @@ def json_value(value: Any) -> Any:
     return value
 
 
-def yes_or_no(fact: bool) -> str:
-    return "yes" if fact else "no"
-
-
-def binary_code(fmt: ElementFormat, code: int) -> str:
-    """The bits of a code, with spaces between fields."""
-    digits = f"{code:0{fmt.bits}b}"
-    if not isinstance(fmt, FloatFormat):
-        return digits
-    exponent = fmt.signed + fmt.exp_bits
-    return " ".join(filter(None, (digits[: fmt.signed], digits[fmt.signed : exponent], digits[exponent:])))
-
-
-def hexadecimal_code(fmt: ElementFormat, code: int) -> str:
-    return f"0x{code:0{-(-fmt.bits // 4)}x}"
+def code_texts(fmt: ElementFormat, code: int) -> tuple[str, str]:
+    """A code in hexadecimal, and its bits with spaces between fields."""
+    digits, ends = f"{code:0{fmt.bits}b}", [0, fmt.bits]
+    if isinstance(fmt, FloatFormat):
+        ends[1:1] = fmt.signed, fmt.signed + fmt.exp_bits
+    fields = (digits[start:end] for start, end in itertools.pairwise(ends))
+    return f"0x{code:0{-(-fmt.bits // 4)}x}", " ".join(filter(None, fields))
 
 
 def parse_seed(text: str) -> int:
@@ -291,10 +286,10 @@ def print_written(path: Path) -> None:
 
 def check_pictures(options: argparse.Namespace) -> None:
     """Refuses, before any work, a picture or a page that cannot be drawn or written."""
-    for option, path, suffix in (("--plot", options.plot, ".png"), ("--html", getattr(options, "html", None), ".html")):
-        if path is not None:
-            check_suffix(option, path, suffix)
-            require_extra(option, "plot", ("matplotlib",))
+    for option, suffix in (("plot", ".png"), ("html", ".html")):
+        if (path := getattr(options, option, None)) is not None:
+            check_suffix(f"--{option}", path, suffix)
+            require_extra(f"--{option}", "plot", ("matplotlib",))
 
 
 def write_pictures(
@@ -312,13 +307,11 @@ def write_pictures(
     page_path = getattr(options, "html", None)
     if options.plot is None and page_path is None:
         return
-    picture = io.BytesIO()
-    draw().savefig(picture, format="png", dpi=dpi)
-    if options.plot is not None:
-        write_atomically(options.plot, lambda file: file.write(picture.getvalue()))
+    picture = png_bytes(draw(), dpi)
+    contents = {} if options.plot is None else {options.plot: picture}
     if page_path is not None:
-        content = page(title, image(picture.getvalue(), title), report._repr_html_()).encode()
-        write_atomically(page_path, lambda file: file.write(content))
-    for path in () if options.json else (options.plot, page_path):
-        if path is not None:
-            print_written(path)
+        contents[page_path] = page(title, image(picture, title), report._repr_html_()).encode()
+    for path, content in contents.items():
+        write_atomically(path, lambda file, content=content: file.write(content))
+    for path in () if options.json else contents:
+        print_written(path)

@@ -10,14 +10,10 @@ from jchop._insight.tune._problem import ERROR_METRICS, GRANULARITIES
 from jchop.formats import ALIASES, CATALOGUE, SCALED_CATALOGUE
 from jchop.formats.rounding import Overflow, Rounding
 
-_FORMAT_NAMES = [*CATALOGUE, *ALIASES, *SCALED_CATALOGUE]
 #: The words that arguments without choices take, by the argument's name.
 _OPTION_WORDS = {
-    "format": _FORMAT_NAMES,
-    "formats": _FORMAT_NAMES,
-    "to": _FORMAT_NAMES,
-    "rounding": [mode.value for mode in Rounding],
-    "modes": [mode.value for mode in Rounding],
+    **dict.fromkeys(("format", "formats", "to"), (*CATALOGUE, *ALIASES, *SCALED_CATALOGUE)),
+    **dict.fromkeys(("rounding", "modes"), tuple(mode.value for mode in Rounding)),
     "overflow": [rule.value for rule in Overflow],
     "metric": [*ERROR_METRICS],
     "by": GRANULARITIES,

@@ -27,7 +27,7 @@ from jchop._program.step import is_library_file
 from jchop._spec.spec import as_spec
 from jchop._storage import load, save
 from jchop.study._function_study import FUNCTION_FORMATS, FUNCTION_MODES, run_function
-from jchop.study._run import DATASETS, FORMATS, MODES, ProgressBar
+from jchop.study._run import DATASETS, FORMATS, MODES, ProgressBar, run
 
 
 @contextlib.contextmanager
@@ -310,27 +310,20 @@ def _run_study(options: argparse.Namespace) -> None:
         "seed": options.seed,
         "progress": ProgressBar(sys.stderr) if sys.stderr is not None else None,
     }
-    result = (_run_function_study if of_function else _run_network_study)(options, grid)
+    if of_function:
+        require_extra("jchop study", "plot", ("matplotlib",))
+        check(options.data is not None, "--data FILE.npz is needed: the arguments of the function")
+        with imports_from_here():
+            function = load_function("FUNCTION", options.function)
+            inputs = load_arguments("--data", options.data, function)
+            result: Any = run_function(function, *inputs, budget_seconds=options.budget_seconds, **grid)
+    else:
+        require_extra("jchop study", "study", ("flax", "optax", "sklearn", "matplotlib"))
+        result = run(options.dataset or "digits", epochs=options.epochs, activations=options.activations, **grid)
     paths = result.save(options.out)
     cli.print_report(result, options.json)
     if not options.json:
         print(f"\nFiles: {cli.printable(', '.join(map(str, paths)))} ({result.seconds:.0f} s)")
-
-
-def _run_network_study(options: argparse.Namespace, grid: dict[str, Any]) -> Any:
-    require_extra("jchop study", "study", ("flax", "optax", "sklearn", "matplotlib"))
-    from jchop import study
-
-    return study.run(options.dataset or "digits", epochs=options.epochs, activations=options.activations, **grid)
-
-
-def _run_function_study(options: argparse.Namespace, grid: dict[str, Any]) -> Any:
-    require_extra("jchop study", "plot", ("matplotlib",))
-    check(options.data is not None, "--data FILE.npz is needed: the arguments of the function")
-    with imports_from_here():
-        function = load_function("FUNCTION", options.function)
-        inputs = load_arguments("--data", options.data, function)
-        return run_function(function, *inputs, budget_seconds=options.budget_seconds, **grid)
 
 
 def _lists_text(of_network: Sequence[str], of_function: Sequence[str]) -> str:
@@ -396,10 +389,13 @@ def _run_ptq(options: argparse.Namespace) -> None:
     params = load(options.weights)
     batches = _load_batches(options.data, function, options.batch)
     quantized_function = quantize_fn(function, rules, key=key)
+
+    def print_batch(step: int) -> None:
+        cli.print_note(f"data: batch {(step - 1) % len(batches) + 1} of {len(batches)}")
+
     weights, report = pack_with_data(
-        quantized_function, params, batches, steps, key, _batch_progress(len(batches)), folder, options.memory,
-        _print_weight_progress,
-    )  # fmt: skip
+        quantized_function, params, batches, steps, key, print_batch, folder, options.memory, _print_weight_progress
+    )
     save(options.out, weights)
     discard_run(folder)
     options.json = options.report == "json"
@@ -407,16 +403,6 @@ def _run_ptq(options: argparse.Namespace) -> None:
     if not options.json:
         cli.print_written(options.out)
     cli.write_pictures(options, report.plot)
-
-
-# -- progress ----------------------------------------------------------------------------------------------------------
-
-
-def _batch_progress(count: int) -> Callable[[int], None]:
-    def show_step(step: int) -> None:
-        cli.print_note(f"data: batch {(step - 1) % count + 1} of {count}")
-
-    return show_step
 
 
 def _print_weight_progress(row: Any, stage: int, total: int) -> None:

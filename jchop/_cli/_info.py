@@ -122,15 +122,13 @@ def _element_facts(fmt: formats.ElementFormat) -> dict[str, Any]:
 
 
 def _facts_table(facts: dict[str, Any]) -> str:
-    return cli.text_table(
-        [(f"  {name}", _cell_text(value, cli.fact_text)) for name, value in facts.items()], "<<", rule=False
-    )
+    return cli.facts_table({name: _cell_text(value, cli.fact_text) for name, value in facts.items()})
 
 
 def _cell_text(value: Any, format_number: Callable[[Any], str]) -> str:
     """A cell of a table."""
     if isinstance(value, bool):
-        return cli.yes_or_no(value)
+        return "yes" if value else "no"
     return str(value) if isinstance(value, str | int) else format_number(value)
 
 
@@ -197,7 +195,7 @@ def _rows_of_codes(fmt: formats.ElementFormat, every: bool = False) -> _CodeRows
         check(fmt.bits <= _MAX_LISTED_BITS, f"--all lists codes of up to {_MAX_LISTED_BITS} bits; {fmt} has {fmt.bits}")
         names = {code: names.get(code, []) for code in range(1 << fmt.bits)}
     return [
-        (cli.hexadecimal_code(fmt, code), cli.binary_code(fmt, code), fmt.value_of(code), ", ".join(descriptions))
+        (*cli.code_texts(fmt, code), fmt.value_of(code), ", ".join(descriptions))
         for code, descriptions in names.items()
     ]
 

@@ -7,7 +7,8 @@ import math
 import re
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from decimal import Context
 from fractions import Fraction
 from pathlib import Path
@@ -84,19 +85,14 @@ def _round_numbers(options: argparse.Namespace, spec: Spec, key: Any) -> None:
     results = round_to_format(values, spec, key)
     if options.out:
         write_atomically(options.out, lambda file: np.save(file, results, allow_pickle=False))
-    rows = _comparison_rows(typed, values, results, element)
-    digits, write = (17, cli.json_value) if options.json else (4, cli.short_decimal)
-    cells = [(n, *row, *(_error_cell(error, digits, write) for error in errors)) for n, row, errors in rows]
+    pairs = zip(typed, values, results, strict=True)
+    rows = [_number_cells(*pair, element, options.json) for pair in pairs]
     if options.json:
-        entries = [(_json_number(n.exact, text), cli.json_value(float(x)), *more) for n, text, x, *more in cells]
-        numbers = [dict(zip(_ROUND_HEAD, row, strict=True)) for row in entries]
+        numbers = [dict(zip(_ROUND_HEAD, row, strict=True)) for row in rows]
         cli.print_json({"to": str(spec), "carrier": str(values.dtype), "numbers": numbers})
         return
     print(f"to {spec}, carrier {values.dtype}")
-    words = [
-        (clip_text(t), cli.shortest_decimal(x), code or "-", bits or "-", *more) for _, t, x, code, bits, *more in cells
-    ]
-    print(cli.text_table([_ROUND_HEAD, *words], "<<<<>>"))
+    print(cli.text_table([_ROUND_HEAD, *rows], "<<<<>>"))
 
 
 def _number_words(texts: list[str]) -> list[str]:
@@ -191,21 +187,21 @@ def _nearest_float(value: Fraction | float, *, odd: bool) -> float:
 _ROUND_HEAD = ("value", "rounded", "code", "binary", "abs. error", "rel. error")
 
 
-def _comparison_rows(
-    numbers: list[_TypedNumber], values: np.ndarray, results: np.ndarray, fmt: ElementFormat | None
-) -> Iterator[tuple[_TypedNumber, tuple[Any, ...], tuple[Any, Any]]]:
-    """Each number with its cells under `_ROUND_HEAD`, None for those that it lacks, and its errors."""
-    for number, value, result in zip(numbers, values, results, strict=True):
-        code = None if fmt is None else fmt.code_of(float(result))
-        bits = (
-            (None, None)
-            if fmt is None or code is None
-            else (cli.hexadecimal_code(fmt, code), cli.binary_code(fmt, code))
-        )
-        text = cli.shortest_decimal(value)
-        if isinstance(number.exact, Fraction) and not (np.isfinite(value) and Fraction(text) == number.exact):
-            text = number.word  # the carrier's number is another
-        yield number, (text, result, *bits), _exact_errors(number.exact, float(result))
+def _number_cells(
+    number: _TypedNumber, value: Any, result: Any, fmt: ElementFormat | None, as_json: bool
+) -> tuple[Any, ...]:
+    """The cells of a number under `_ROUND_HEAD`, as texts or for JSON."""
+    code = None if fmt is None else fmt.code_of(float(result))
+    codes = (None, None) if fmt is None or code is None else cli.code_texts(fmt, code)
+    text = cli.shortest_decimal(value)
+    if isinstance(number.exact, Fraction) and not (np.isfinite(value) and Fraction(text) == number.exact):
+        text = number.word  # the carrier's number is another
+    errors = _exact_errors(number.exact, float(result))
+    if as_json:
+        numbers = _json_number(number.exact, text), cli.json_value(float(result))
+        return *numbers, *codes, *(_error_cell(error, 17, cli.json_value) for error in errors)
+    error_texts = (_error_cell(error, 4, cli.short_decimal) for error in errors)
+    return clip_text(text), cli.shortest_decimal(result), *(part or "-" for part in codes), *error_texts
 
 
 def _json_number(exact: Fraction | float, text: str) -> Any:
@@ -275,8 +271,9 @@ class _RoundingSummary:
 
     def __init__(self, fmt: ElementFormat | None) -> None:
         self._fmt = fmt
-        self._counts = dict.fromkeys(_COUNT_NAMES, 0)
+        self._counts: Counter[str] = Counter()
         self._errors = {"largest absolute error": 0.0, "largest relative error": 0.0}
+        self.add_chunk(np.zeros(0), np.zeros(0))  # all counts are 0
 
     def add_chunk(self, values: np.ndarray, results: np.ndarray) -> None:
         """Adds a chunk."""
@@ -286,19 +283,18 @@ class _RoundingSummary:
         is_finite_result, overflows = np.isfinite(result), finite & ~np.isfinite(result)
         least, most = (-math.inf, math.inf) if self._fmt is None else (self._fmt.min, self._fmt.max)
         outside = (exact > _nearest_float(most, odd=False)) | (exact < _nearest_float(least, odd=False))
-        masks = (
-            (exact != result) & ~(nan & np.isnan(result)),
-            overflows,
-            finite & outside & ~overflows,
-            finite & (exact != 0) & (result == 0),
-            infinite,
-            infinite & np.isnan(result),
-            infinite & is_finite_result,
-            nan,
-            nan & is_finite_result,
-        )
-        for name, mask in zip(_COUNT_NAMES, masks, strict=True):
-            self._counts[name] += int(np.count_nonzero(mask.any(axis=0)))
+        masks = {
+            "changed": (exact != result) & ~(nan & np.isnan(result)),
+            "overflows": overflows,
+            "saturated": finite & outside & ~overflows,
+            "underflows": finite & (exact != 0) & (result == 0),
+            "infinities": infinite,
+            "infinities to nan": infinite & np.isnan(result),
+            "infinities to finite": infinite & is_finite_result,
+            "nans": nan,
+            "nans to finite": nan & is_finite_result,
+        }
+        self._counts.update({name: int(np.count_nonzero(mask.any(axis=0))) for name, mask in masks.items()})
         exact, result = exact[finite & ~overflows], result[finite & ~overflows]
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
             absolute = np.abs(result - exact)
@@ -313,26 +309,19 @@ class _RoundingSummary:
     def text(self, shape: tuple[int, ...]) -> str:
         """The table of the statistics."""
         counts, note = self._counts, " (overflows apart)" if self._counts["overflows"] else ""
-        absolute, relative = map(cli.short_decimal, self._errors.values())
-        infinities, to_nan, to_finite = (counts[f"infinities{end}"] for end in ("", " to nan", " to finite"))
-        rows = [
-            ("elements", f"{math.prod(shape)}, shape {shape}"),
-            ("changed", str(counts["changed"])),
-            ("largest abs. error", absolute + note),
-            ("largest rel. error", relative + note),
-            ("finite overflows", f"{counts['overflows']} to inf or nan, {counts['saturated']} to a finite value"),
-            ("underflows", f"{counts['underflows']} to zero"),
-            ("inf in the input", f"{infinities}, {to_nan} to nan, {to_finite} to a finite value"),
-            ("nan in the input", f"{counts['nans']}, {counts['nans to finite']} to a finite value"),
-        ]
-        return cli.text_table([("  " + name, value) for name, value in rows], "<<", rule=False)
-
-
-#: What is counted, as JSON names it.
-_COUNT_NAMES = (
-    *("changed", "overflows", "saturated", "underflows"),
-    *("infinities", "infinities to nan", "infinities to finite", "nans", "nans to finite"),
-)
+        absolute, relative = (cli.short_decimal(error) + note for error in self._errors.values())
+        infinities, to_nan = counts["infinities"], counts["infinities to nan"]
+        facts = {
+            "elements": f"{math.prod(shape)}, shape {shape}",
+            "changed": counts["changed"],
+            "largest abs. error": absolute,
+            "largest rel. error": relative,
+            "finite overflows": f"{counts['overflows']} to inf or nan, {counts['saturated']} to a finite value",
+            "underflows": f"{counts['underflows']} to zero",
+            "inf in the input": f"{infinities}, {to_nan} to nan, {counts['infinities to finite']} to a finite value",
+            "nan in the input": f"{counts['nans']}, {counts['nans to finite']} to a finite value",
+        }
+        return cli.facts_table({name: str(fact) for name, fact in facts.items()})
 
 
 ROUND = cli.Command(

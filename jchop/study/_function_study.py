@@ -20,7 +20,7 @@ from jchop._emulate.rules.trace import as_program_arguments
 from jchop._spec.spec import Spec, as_spec
 from jchop.formats import ElementFormat
 from jchop.formats.rounding import Rounding
-from jchop.study._run import SavedStudy, StudyProgress, package_versions, study_specs
+from jchop.study._run import SavedStudy, StudyProgress, names_of_specs, package_versions, study_specs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -221,11 +221,7 @@ def run_function(
             progress("rounding", index, len(specs), f"{names[0]} {spec.rounding.value}")
     if not any(row.runs or row.note == _BUDGET_NOTE for row in rows):
         raise ValueError(f"fun={name} runs in none of the formats; {rows[0].spec}: {rows[0].note}")
-    settings = {
-        "formats": list(dict.fromkeys(name for names, _ in specs for name in names)),
-        "modes": list(dict.fromkeys(spec.rounding.value for _, spec in specs)),
-        **{"seeds": seeds, "seed": seed, "budget_seconds": budget_seconds},
-    }
+    settings = {**names_of_specs(specs), "seeds": seeds, "seed": seed, "budget_seconds": budget_seconds}
     inputs = tuple(_argument_text(arg) for arg in args)
     return FunctionStudy(name, tuple(rows), settings, inputs, time.perf_counter() - start, package_versions())
 
@@ -252,12 +248,10 @@ def _measure_row(
     except (ValueError, TypeError, NotImplementedError, FloatingPointError) as error:
         return dataclasses.replace(row, note=" ".join(str(error).split())[:300])
     errors, absolute, loss_share, change_share = np.array(runs).T
-    finite = bool(np.isfinite(errors).all())
     error, lost, changed = (float(values.mean()) for values in (errors, loss_share, change_share))
-    deviation = float((errors - errors[0]).std()) if finite else math.nan
-    worst = float(absolute.max())
-    figures = {"error": error, "error_std": deviation, "worst_absolute": worst, "lost": lost, "changed": changed}
-    return dataclasses.replace(row, runs=len(runs), **figures)
+    deviation = float((errors - errors[0]).std()) if np.isfinite(errors).all() else math.nan
+    figures = {"error": error, "error_std": deviation, "worst_absolute": float(absolute.max())}
+    return dataclasses.replace(row, runs=len(runs), **figures, lost=lost, changed=changed)
 
 
 def _result_errors(results: list[np.ndarray], reference: list[np.ndarray]) -> tuple[float, float, float, float]:

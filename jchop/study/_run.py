@@ -135,30 +135,17 @@ def run(
 
     params = train(graph, params, data, epochs=epochs, seed=seed, report=record_loss)
     evaluator = Evaluator(graph, params, data)
-    accuracy, entropy = evaluator.evaluate(evaluator.flat)
+    unrounded = evaluator.evaluate(evaluator.flat)
     keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), 1), seeds)
     rows = []
     for index, (names, spec) in enumerate(specs, start=1):
         rows.append(_study_row(names, spec, evaluator.cell(spec, keys, activations)))
         report("rounding", index, len(specs), f"{names[0]} {spec.rounding.value}")
-    settings = {
-        "dataset": dataset,
-        "formats": list(dict.fromkeys(name for names, _ in specs for name in names)),
-        "modes": list(dict.fromkeys(spec.rounding.value for _, spec in specs)),
-        **{"seeds": seeds, "epochs": epochs, "activations": activations, "seed": seed},
-    }
-    return StudyResult(
-        rows=tuple(rows),
-        settings=settings,
-        accuracy=accuracy,
-        cross_entropy=entropy,
-        losses=tuple(losses),
-        parameters=int(evaluator.flat.size),
-        train_samples=len(data.train_y),
-        test_samples=len(data.test_y),
-        seconds=time.perf_counter() - start,
-        versions=package_versions(),
-    )
+    settings = {"dataset": dataset, **names_of_specs(specs), "seeds": seeds, "epochs": epochs}
+    settings |= {"activations": activations, "seed": seed}
+    sizes = int(evaluator.flat.size), len(data.train_y), len(data.test_y)
+    results = tuple(rows), settings, *unrounded, tuple(losses), *sizes
+    return StudyResult(*results, time.perf_counter() - start, package_versions())
 
 
 def study_specs(formats: Any, modes: Any) -> list[tuple[tuple[str, ...], Spec]]:
@@ -183,6 +170,12 @@ def study_specs(formats: Any, modes: Any) -> list[tuple[tuple[str, ...], Spec]]:
     return [(tuple(format_names), _with_rounding(spec, mode)) for spec, format_names in by_bits for mode in roundings]
 
 
+def names_of_specs(specs: list[tuple[tuple[str, ...], Spec]]) -> dict[str, Any]:
+    """The formats and modes of `study_specs` among the settings of a study."""
+    formats = dict.fromkeys(name for names, _ in specs for name in names)
+    return {"formats": [*formats], "modes": [*dict.fromkeys(spec.rounding.value for _, spec in specs)]}
+
+
 def _bits_per_number(spec: Spec) -> float:
     """Bits for each number, including its share of the scales."""
     return spec.format.bits if spec.scaled is None else spec.scaled.bits_per_element()
@@ -196,19 +189,9 @@ def _with_rounding(spec: Spec, mode: Rounding) -> Spec:
 def _study_row(names: tuple[str, ...], spec: Spec, runs: np.ndarray) -> StudyRow:
     with np.errstate(invalid="ignore"):
         # Relative to the first run, so that equal runs have a deviation of exactly 0.
-        (accuracy, entropy), (accuracy_std, entropy_std) = runs.mean(axis=1), (runs - runs[:, :1]).std(axis=1)
-    return StudyRow(
-        format=names[0],
-        rounding=spec.rounding.value,
-        spec=str(spec),
-        bits=_bits_per_number(spec),
-        runs=runs.shape[1],
-        accuracy=float(accuracy),
-        accuracy_std=float(accuracy_std),
-        cross_entropy=float(entropy),
-        cross_entropy_std=float(entropy_std),
-        also=names[1:],
-    )
+        means_and_deviations = np.stack([runs.mean(axis=1), (runs - runs[:, :1]).std(axis=1)], axis=1)
+    cell = names[0], spec.rounding.value, str(spec), _bits_per_number(spec), runs.shape[1]
+    return StudyRow(*cell, *means_and_deviations.ravel().tolist(), also=names[1:])
 
 
 def package_versions() -> dict[str, str]:
@@ -267,7 +250,7 @@ class SavedStudy(RowReport):
         """Returns a page with the plot, the table, settings and versions, which loads nothing. Needs matplotlib."""
         parts = []
         if self._has_picture:
-            picture = _png_bytes(self.plot(), metadata={"Software": None})
+            picture = png_bytes(self.plot(), metadata={"Software": None})
             parts.append(html.image(picture, f"{self.name}: results by format"))
         facts = [(name, str(value)) for name, value in {**self.settings, **self.versions}.items()]
         return html.page(f"Study of {self.name}", self._repr_html_(), *parts, html.box("How it was made", facts))
@@ -292,7 +275,7 @@ class SavedStudy(RowReport):
         contents = {
             "study.csv": self.to_csv().encode(),
             "study.json": (self.to_json(indent=2) + "\n").encode(),
-            **({"study.png": _png_bytes(self.plot())} if self._has_picture else {}),
+            **({"study.png": png_bytes(self.plot())} if self._has_picture else {}),
             "study.html": self.to_html().encode(),
         }
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -301,10 +284,10 @@ class SavedStudy(RowReport):
         return [Path(folder) / name for name in contents]
 
 
-def _png_bytes(drawn: Figure, **options: Any) -> bytes:
+def png_bytes(drawn: Figure, dpi: Any = 100, **options: Any) -> bytes:
     """A figure as a PNG file."""
     picture = io.BytesIO()
-    drawn.savefig(picture, format="png", dpi=100, **options)
+    drawn.savefig(picture, format="png", dpi=dpi, **options)
     return picture.getvalue()
 
 
