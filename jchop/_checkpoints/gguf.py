@@ -16,11 +16,20 @@ import ml_dtypes
 import numpy as np
 
 from jchop._checkpoints.layouts import nvfp4_array_of_one, offset_array
-from jchop._checkpoints.row import cast_exactly, integer_array, over_elements, pieces, qarray_of_codes, unsigned_pieces
+from jchop._checkpoints.row import (
+    Pieces,
+    cast_exactly,
+    float_scales,
+    integer_array,
+    over_elements,
+    pieces,
+    qarray_of_codes,
+    unsigned_pieces,
+)  # fmt: skip
 from jchop._common.checks import check, place_in_errors
 from jchop._common.files import MOST_ENTRIES, RegularFile, open_regular_file, short_text
 from jchop._storage._array import QArray
-from jchop._storage._axis_groupings import OWN_SCALE, AxisGrouping
+from jchop._storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping
 from jchop.formats import IntegerFormat
 from jchop.formats.scaled.catalogue import mxfp4
 
@@ -308,10 +317,32 @@ def _read_offset(blocks: np.ndarray, bits: int) -> QArray:
     return offset_array(codes, scale, low, IntegerFormat(bits, signed=False), _row_kinds(codes, scale))
 
 
-def _write_q4_0(q: QArray) -> np.ndarray:
-    codes, scale = _symmetric_codes(q, 4)
-    halves = codes.reshape(*scale.shape, 2, 16)
-    return np.concatenate([scale[..., None].view(np.uint8), halves[:, :, 0] | halves[:, :, 1] << np.uint8(4)], -1)
+def _write_nibbles(*parts: np.ndarray, codes: np.ndarray, bits: int = 4) -> np.ndarray:
+    """Blocks of the bytes of scales, (rows, blocks, ...), and of codes of 32 numbers; `_nibble_codes` reads these."""
+    codes = codes.reshape(*parts[0].shape[:2], 32)
+    fifth = [np.packbits(codes >> np.uint8(4), axis=-1, bitorder="little")] if bits > 4 else []
+    low = codes & np.uint8(15)
+    return np.concatenate([*parts, *fifth, low[..., :16] | low[..., 16:] << np.uint8(4)], -1)
+
+
+def _write_symmetric(q: QArray, bits: int) -> np.ndarray:
+    codes, scale = _symmetric_codes(q, bits)
+    return _write_nibbles(scale[..., None].view(np.uint8), codes=codes, bits=bits)
+
+
+def _write_offset(q: QArray, bits: int) -> np.ndarray:
+    weight = _pieces_of_32(q)
+    element = IntegerFormat(bits, signed=False)
+    check((weight.fmt.element, weight.fmt.zero_point) == (element, "float"), "it has no integers plus a number")
+    parts = (float_scales(weight), "scales"), (weight.zero, "zero points")
+    halves = [cast_exactly(numbers, np.float16, name)[..., None].view(np.uint8) for numbers, name in parts]
+    return _write_nibbles(*halves, codes=weight.codes, bits=bits)
+
+
+def _write_mxfp4(q: QArray) -> np.ndarray:
+    weight = _pieces_of_32(q)
+    check((weight.fmt.element, weight.fmt.scale, weight.zero) == (mxfp4.element, mxfp4.scale, None), "it is not mxfp4")
+    return _write_nibbles(weight.scale[..., None], codes=weight.codes)
 
 
 def _read_q8_0(blocks: np.ndarray) -> QArray:
@@ -325,16 +356,20 @@ def _write_q8_0(q: QArray) -> np.ndarray:
     return np.concatenate([scale[..., None].view(np.uint8), data], -1)
 
 
+def _pieces_of_32(q: QArray) -> Pieces:
+    """A weight of any number of axes in pieces, as a matrix whose rows have whole groups of 32."""
+    weight = pieces(q.reshape(-1, q.shape[-1]) if q.ndim > 2 and 0 not in q.shape else q)
+    (rows, last), columns = weight.kinds, weight.codes.shape[1]
+    groups = last == 32 or (last == WHOLE_AXIS and columns == 32)
+    fits = rows == OWN_SCALE and groups and columns % 32 == 0
+    check(fits, f"it has the grouping of {weight.fmt}, not whole groups of 32 along its last axis")
+    return weight
+
+
 def _symmetric_codes(q: QArray, bits: int) -> tuple[np.ndarray, np.ndarray]:
     """Codes u and scales s of the numbers s (u - 2^(bits - 1)); a scale may be below zero."""
-    q = q.reshape(-1, q.shape[-1]) if q.ndim > 2 and 0 not in q.shape else q
-    weight = pieces(q)
+    weight = _pieces_of_32(q)
     codes, scale, zero = unsigned_pieces(weight, (bits,))
-    fits = weight.kinds[0] == OWN_SCALE and (weight.kinds[1] == 32 or scale.shape[1] * 32 == q.shape[1])
-    check(
-        fits and q.shape[1] % 32 == 0,
-        f"it has the grouping of {weight.fmt}, not whole groups of 32 along its last axis",
-    )
     middle = 1 << (bits - 1)
     check(bool(((zero == middle) | (zero == middle - 1)).all()), "a zero point is not in the middle")
     flip = zero != middle
@@ -474,14 +509,16 @@ _PLAIN_TYPES = {
         (27, "I64", "<i8"), (28, "F64", "<f8"), (30, "BF16", ml_dtypes.bfloat16),
     )
 }  # fmt: skip
+#: Specs of a width that types hold.
+_FITS, _OFFSET_FITS = "int{}(group=32,scale=float16)".format, "uint{}(group=32,scale=float16,zero_point=float)".format
 #: The types by number.
 GGUF_BLOCKS = {
     **{number: GGUFBlock(name, 1, dtype.itemsize, dtype=dtype) for number, (name, dtype) in _PLAIN_TYPES.items()},
-    2: GGUFBlock("Q4_0", 32, 18, partial(_read_symmetric, bits=4), _write_q4_0, fits="int4(group=32,scale=float16)"),
-    3: GGUFBlock("Q4_1", 32, 20, partial(_read_offset, bits=4)),
-    6: GGUFBlock("Q5_0", 32, 22, partial(_read_symmetric, bits=5)),
-    7: GGUFBlock("Q5_1", 32, 24, partial(_read_offset, bits=5)),
-    8: GGUFBlock("Q8_0", 32, 34, _read_q8_0, _write_q8_0, fits="int8(group=32,scale=float16)"),
+    2: GGUFBlock("Q4_0", 32, 18, partial(_read_symmetric, bits=4), partial(_write_symmetric, bits=4), fits=_FITS(4)),
+    3: GGUFBlock("Q4_1", 32, 20, partial(_read_offset, bits=4), partial(_write_offset, bits=4), fits=_OFFSET_FITS(4)),
+    6: GGUFBlock("Q5_0", 32, 22, partial(_read_symmetric, bits=5), partial(_write_symmetric, bits=5), fits=_FITS(5)),
+    7: GGUFBlock("Q5_1", 32, 24, partial(_read_offset, bits=5), partial(_write_offset, bits=5), fits=_OFFSET_FITS(5)),
+    8: GGUFBlock("Q8_0", 32, 34, _read_q8_0, _write_q8_0, fits=_FITS(8)),
     12: GGUFBlock("Q4_K", 256, 144, partial(_read_offset_k, bits=4)),
     13: GGUFBlock("Q5_K", 256, 176, partial(_read_offset_k, bits=5)),
     10: GGUFBlock("Q2_K", 256, 84, _read_q2_k),
@@ -491,7 +528,7 @@ GGUF_BLOCKS = {
     23: GGUFBlock("IQ4_XS", 256, 136, _read_iq4_xs),
     34: GGUFBlock("TQ1_0", 256, 54, _read_tq1_0),
     35: GGUFBlock("TQ2_0", 256, 66, _read_tq2_0),
-    39: GGUFBlock("MXFP4", 32, 17, _read_mxfp4_blocks),
+    39: GGUFBlock("MXFP4", 32, 17, _read_mxfp4_blocks, _write_mxfp4, fits="mxfp4"),
     40: GGUFBlock("NVFP4", 64, 36, _read_nvfp4_blocks),
     **{number: GGUFBlock(*row) for number, row in _UNREAD_TYPES.items()},
 }
