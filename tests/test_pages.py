@@ -148,12 +148,12 @@ def test_the_count_sees_what_it_counts() -> None:
     count = load_count()
     text = "# What\n\nA carrier is wide. What is `a + b`?\n\n* One of *codes*\n  and more.\n"
     text += "\n| what |\n\n```\nwhat\n```\n"
-    found = count.Counts("x.md", count.sentences(text), count.undefined("x.md", text))
+    found = count.Counts("x.md", count.sentences(text), count.headings(text), count.undefined("x.md", text))
     assert found.sentences == ["A carrier is wide.", "What is `a + b`?", "One of *codes* and more."]
-    assert (found.words, found.undefined) == (12, ["carrier"])
-    assert round(found.what) == round(1000 / 12) and found.long == 0
+    assert (found.words, found.headings, found.undefined) == (14, ["What"], ["carrier"])
+    assert round(found.what) == round(2000 / 14) and found.long == 0
     assert count.undefined("x.md", "A [carrier](concepts.md#carrier) is one.") == []
-    assert count.Counts("x.md", ["word " * 26], []).long == 100
+    assert count.Counts("x.md", ["word " * 26], [], []).long == 100
 
 
 def test_terms_are_defined_where_the_table_says() -> None:
