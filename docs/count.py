@@ -108,7 +108,9 @@ def count() -> list[Counts]:
 
 
 def total(pages: list[Counts]) -> Counts:
-    every = ([each for page in pages for each in getattr(page, field)] for field in ("sentences", "headings", "undefined"))
+    every = (
+        [each for page in pages for each in getattr(page, field)] for field in ("sentences", "headings", "undefined")
+    )
     return Counts("all", *every)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -18,7 +19,7 @@ PROGRAMS = {
     "maxtext": (["flax"], 0.0),
     "keras_train": (["keras"], 0.0),
     "bonsai_qwen3": (["bonsai", "jaxtyping"], 0.0),
-    "tunix_qlora": (["tunix", "metrax", "clu"], 2e-6),
+    "tunix_qlora": (["tunix", "metrax", "clu", "wrapt"], 2e-6),
 }
 
 
@@ -30,8 +31,9 @@ def test_every_program_has_a_test() -> None:
 def test_it_trains_or_generates_as_by_hand(name: str) -> None:
     """In a process of its own, in which Keras has its backend."""
     packages, bound = PROGRAMS[name]
-    for package in packages:
-        pytest.importorskip(package)
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}")
     root = str(HOSTS.parents[1])
     env = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-W", "ignore", str(HOSTS / f"{name}.py")]
