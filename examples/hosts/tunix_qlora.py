@@ -1,7 +1,7 @@
 """Tunix: QLoRA on packed weights. Its `PeftTrainer` trains adapters of one of its models beside codes of NF4.
 
     pip install --no-deps google-tunix==0.1.7 google-metrax==0.2.4 clu==0.0.12
-    pip install qwix jaxtyping perfetto sentencepiece tensorboardX huggingface_hub pandas wrapt  # what the trainer imports
+    pip install qwix jaxtyping perfetto sentencepiece tensorboardX huggingface_hub pandas wrapt
     python examples/hosts/tunix_qlora.py
 
 A loop by hand trains the same adapters beside float weights with the same numbers.
