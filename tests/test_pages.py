@@ -184,6 +184,13 @@ QUESTIONS = {
     "8-bit optimizer": "optim",
     "significant digits": "digits",
     "stochastic rounding": "numerics",
+    "first nan": "emulate",
+    "recover accuracy": "ptq",
+    "reproducible": "randomness",
+    "loss stands still": "optim",
+    "memory of the optimizer": "optim",
+    "test vectors": "tasks/hardware_designer",
+    "choose a format": "which_format",
 }
 
 
