@@ -1,8 +1,9 @@
 """The language of the pages in numbers: `python docs/count.py`; `--sample SEED N` prints sentences drawn at random.
 
-Prose is the text of README.md and of the pages, without code, tables, headings and the reference. A sentence is long if
-it has more than 25 words. `what` counts "what", "that of" and "those of" in 1,000 words. A term is undefined on a page
-if its first use there has no link, and the page does not define it (terms.toml).
+Prose is the text of README.md and of all pages, measurements too, without blocks of code, tables and the reference.
+Words stand between spaces, also in a piece of code; headings count, and are no sentences. A sentence is long if it has
+more than 25 words. `what` counts "what", "that of" and "those of" in 1,000 words. A term is undefined on a page if its
+first use there has no link, and the page does not define it (terms.toml).
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ class Counts:
 
     page: str
     sentences: list[str]
+    headings: list[str]
     undefined: list[str]
 
     @property
     def words(self) -> int:
-        return sum(map(words, self.sentences))
+        return sum(map(words, [*self.sentences, *self.headings]))
 
     @property
     def mean(self) -> float:
-        return self.words / max(1, len(self.sentences))
+        return sum(map(words, self.sentences)) / max(1, len(self.sentences))
 
     @property
     def long(self) -> float:
@@ -46,13 +48,14 @@ class Counts:
 
     @property
     def what(self) -> float:
-        found = sum(len(re.findall(r"\b(?:what|(?:that|those) of)\b", each, re.IGNORECASE)) for each in self.sentences)
+        pattern = re.compile(r"\b(?:what|(?:that|those) of)\b", re.IGNORECASE)
+        found = sum(len(pattern.findall(each)) for each in [*self.sentences, *self.headings])
         return 1000 * found / max(1, self.words)
 
 
 def words(sentence: str) -> int:
-    """The words of a sentence; a piece of code is one."""
-    return len(re.findall(r"[\w`][^\s]*", re.sub(r"`[^`]*`", "code", sentence)))
+    """The words of a sentence: all that stands between spaces and has a letter or a digit."""
+    return sum(bool(re.search(r"\w", each)) for each in sentence.split())
 
 
 def prose(text: str) -> list[str]:
@@ -62,6 +65,11 @@ def prose(text: str) -> list[str]:
     parts = re.split(r"\n\s*\n|\n(?=\s*(?:[*+-]|\d+\.) )", "\n".join(lines))
     parts = [re.sub(r"^\s*(?:[*+-]|\d+\.) ", "", " ".join(part.split())) for part in parts]
     return [part for part in parts if re.search(r"\w", part)]
+
+
+def headings(text: str) -> list[str]:
+    """The headings of a page."""
+    return re.findall(r"^#+ +(.*\S)", FENCE.sub("\n", text), re.MULTILINE)
 
 
 def sentences(text: str) -> list[str]:
@@ -90,14 +98,20 @@ def undefined(page: str, text: str) -> list[str]:
 
 def count() -> list[Counts]:
     """The numbers of each page."""
-    pages = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("tasks/*.md"))]
+    pages = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("*/*.md"))]
     texts = {page: page.read_text(encoding="utf-8") for page in pages if page.name not in LEFT_OUT}
     names = {page: page.relative_to(DOCS if DOCS in page.parents else ROOT).as_posix() for page in texts}
-    return [Counts(names[page], sentences(text), undefined(names[page], text)) for page, text in texts.items()]
+    return [
+        Counts(names[page], sentences(text), headings(text), undefined(names[page], text))
+        for page, text in texts.items()
+    ]
 
 
 def total(pages: list[Counts]) -> Counts:
-    return Counts("all", [s for page in pages for s in page.sentences], [t for page in pages for t in page.undefined])
+    every = (
+        [each for page in pages for each in getattr(page, field)] for field in ("sentences", "headings", "undefined")
+    )
+    return Counts("all", *every)
 
 
 def main() -> None:

@@ -30,7 +30,8 @@ BY_WEIGHT = sorted(SCRIPTS, key=lambda name: (name != "harmonic", name))
 @pytest.mark.parametrize("name", BY_WEIGHT)
 def test_it_says_at_once_what_it_does(name, monkeypatch):
     """As "training 40 steps in float32", before it compiles many programs; run no further than that."""
-    for package in {"torch_training": ["torch"], "real_weights": ["magika", "onnx"]}.get(name, []):
+    needs = {"torch_training": ["torch"], "real_weights": ["magika", "onnx"], "real_speech": ["silero_vad"]}
+    for package in needs.get(name, []):
         pytest.importorskip(package)
     monkeypatch.syspath_prepend(str(SCRIPTS[name].parent))
     example = load(name)
