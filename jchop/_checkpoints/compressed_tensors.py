@@ -218,7 +218,7 @@ PACK_ROW = row.LayoutRow(
     _PACK_FITS,
     _PACK_OPTIONAL,
     _PACK_PEEK,
-    float_inputs=False,
+    False,
 )
 
 

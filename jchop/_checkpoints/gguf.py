@@ -15,17 +15,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from jchop._checkpoints import row
 from jchop._checkpoints.layouts import nvfp4_array_of_one, offset_array
-from jchop._checkpoints.row import (
-    Pieces,
-    cast_exactly,
-    float_scales,
-    integer_array,
-    over_elements,
-    pieces,
-    qarray_of_codes,
-    unsigned_pieces,
-)  # fmt: skip
 from jchop._common.checks import check, place_in_errors
 from jchop._common.files import MOST_ENTRIES, RegularFile, open_regular_file, short_text
 from jchop._storage._array import QArray
@@ -308,7 +299,7 @@ def _nibble_codes(data: np.ndarray) -> np.ndarray:
 
 def _read_symmetric(blocks: np.ndarray, bits: int) -> QArray:
     scale, codes = _block_scale(blocks[..., :2]), _nibble_codes(blocks[..., 2:])
-    return integer_array(codes, scale, None, bits, _row_kinds(codes, scale))
+    return row.integer_array(codes, scale, None, bits, _row_kinds(codes, scale))
 
 
 def _read_offset(blocks: np.ndarray, bits: int) -> QArray:
@@ -334,8 +325,8 @@ def _write_offset(q: QArray, bits: int) -> np.ndarray:
     weight = _pieces_of_32(q)
     element = IntegerFormat(bits, signed=False)
     check((weight.fmt.element, weight.fmt.zero_point) == (element, "float"), "it has no integers plus a number")
-    parts = (float_scales(weight), "scales"), (weight.zero, "zero points")
-    halves = [cast_exactly(numbers, np.float16, name)[..., None].view(np.uint8) for numbers, name in parts]
+    parts = (row.float_scales(weight), "scales"), (weight.zero, "zero points")
+    halves = [row.cast_exactly(numbers, np.float16, name)[..., None].view(np.uint8) for numbers, name in parts]
     return _write_nibbles(*halves, codes=weight.codes, bits=bits)
 
 
@@ -347,7 +338,7 @@ def _write_mxfp4(q: QArray) -> np.ndarray:
 
 def _read_q8_0(blocks: np.ndarray) -> QArray:
     scale, codes = _block_scale(blocks[..., :2]), _code_rows(blocks[..., 2:]) ^ np.uint8(128)
-    return integer_array(codes, scale, None, 8, _row_kinds(codes, scale))
+    return row.integer_array(codes, scale, None, 8, _row_kinds(codes, scale))
 
 
 def _write_q8_0(q: QArray) -> np.ndarray:
@@ -356,9 +347,9 @@ def _write_q8_0(q: QArray) -> np.ndarray:
     return np.concatenate([scale[..., None].view(np.uint8), data], -1)
 
 
-def _pieces_of_32(q: QArray) -> Pieces:
+def _pieces_of_32(q: QArray) -> row.Pieces:
     """A weight of any number of axes in pieces, as a matrix whose rows have whole groups of 32."""
-    weight = pieces(q.reshape(-1, q.shape[-1]) if q.ndim > 2 and 0 not in q.shape else q)
+    weight = row.pieces(q.reshape(-1, q.shape[-1]) if q.ndim > 2 and 0 not in q.shape else q)
     (rows, last), columns = weight.kinds, weight.codes.shape[1]
     groups = last == 32 or (last == WHOLE_AXIS and columns == 32)
     fits = rows == OWN_SCALE and groups and columns % 32 == 0
@@ -369,12 +360,13 @@ def _pieces_of_32(q: QArray) -> Pieces:
 def _symmetric_codes(q: QArray, bits: int) -> tuple[np.ndarray, np.ndarray]:
     """Codes u and scales s of the numbers s (u - 2^(bits - 1)); a scale may be below zero."""
     weight = _pieces_of_32(q)
-    codes, scale, zero = unsigned_pieces(weight, (bits,))
+    codes, scale, zero = row.unsigned_pieces(weight, (bits,))
     middle = 1 << (bits - 1)
     check(bool(((zero == middle) | (zero == middle - 1)).all()), "a zero point is not in the middle")
     flip = zero != middle
     codes = np.where(np.repeat(flip, 32, 1), (1 << bits) - 1 - codes, codes).astype(np.uint8)
-    return codes, np.where(flip, -cast_exactly(scale, np.float16, "scales"), cast_exactly(scale, np.float16, "scales"))
+    scale = row.cast_exactly(scale, np.float16, "scales")
+    return codes, np.where(flip, -scale, scale)
 
 
 #: The levels of IQ4_NL and IQ4_XS. No level is -128, so the codes of a negative scale are those of the other sign.
@@ -385,8 +377,8 @@ def _level_array(nibbles: np.ndarray, scale: np.ndarray) -> QArray:
     """Levels of IQ4 times scales, as integers of 8 bits."""
     kinds = _row_kinds(nibbles, scale)
     codes = _IQ4_LEVELS[nibbles]
-    codes = np.where(over_elements(scale < 0, kinds, codes.shape), -codes, codes)
-    return integer_array(codes.view(np.uint8) ^ np.uint8(128), np.abs(scale), None, 8, kinds)
+    codes = np.where(row.over_elements(scale < 0, kinds, codes.shape), -codes, codes)
+    return row.integer_array(codes.view(np.uint8) ^ np.uint8(128), np.abs(scale), None, 8, kinds)
 
 
 def _read_iq4_nl(blocks: np.ndarray) -> QArray:
@@ -396,7 +388,7 @@ def _read_iq4_nl(blocks: np.ndarray) -> QArray:
 def _read_mxfp4_blocks(blocks: np.ndarray) -> QArray:
     exponents = np.ascontiguousarray(blocks[..., 0])
     check(not (exponents == 255).any(), "a scale is 255, the code of NaN")
-    return qarray_of_codes(_nibble_codes(blocks[..., 1:]), exponents, None, mxfp4)
+    return row.qarray_of_codes(_nibble_codes(blocks[..., 1:]), exponents, None, mxfp4)
 
 
 # -- 64 numbers in four groups under e4m3 scales -----------------------------------------------------------------------
@@ -430,7 +422,7 @@ def _offset_k(codes: np.ndarray, factors: np.ndarray, lows: np.ndarray, bits: in
 def _symmetric_k(codes: np.ndarray, scale: np.ndarray, scales: np.ndarray, bits: int) -> QArray:
     """Numbers of blocks under a scale for each, times small integers."""
     codes, factors = _code_rows(codes), _code_rows(scale * scales.astype(np.float32))
-    return integer_array(codes, factors, None, bits, _row_kinds(codes, factors))
+    return row.integer_array(codes, factors, None, bits, _row_kinds(codes, factors))
 
 
 def _read_q2_k(blocks: np.ndarray) -> QArray:
@@ -478,7 +470,7 @@ def _read_iq4_xs(blocks: np.ndarray) -> QArray:
 
 def _ternary(codes: np.ndarray, scale: np.ndarray) -> QArray:
     codes = _code_rows(codes)
-    return integer_array(codes, scale, np.ones(scale.shape, np.int32), 2, _row_kinds(codes, scale))
+    return row.integer_array(codes, scale, np.ones(scale.shape, np.int32), 2, _row_kinds(codes, scale))
 
 
 def _read_tq1_0(blocks: np.ndarray) -> QArray:
@@ -530,7 +522,7 @@ GGUF_BLOCKS = {
     35: GGUFBlock("TQ2_0", 256, 66, _read_tq2_0),
     39: GGUFBlock("MXFP4", 32, 17, _read_mxfp4_blocks, _write_mxfp4, fits="mxfp4"),
     40: GGUFBlock("NVFP4", 64, 36, _read_nvfp4_blocks),
-    **{number: GGUFBlock(*row) for number, row in _UNREAD_TYPES.items()},
+    **{number: GGUFBlock(*facts) for number, facts in _UNREAD_TYPES.items()},
 }
 #: Where the bytes of an unknown type end is not known.
 _UNKNOWN_BLOCK = GGUFBlock("", 1, 0)

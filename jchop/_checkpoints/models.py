@@ -13,17 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jchop._checkpoints.checkpoint import (
-    Checkpoint,
-    TensorNaming,
-    check_tensor_names,
-    in_shape_and_dtype,
-    name_in_stack,
-    name_of_stack,
-    on_host,
-    stacked,
-    to_devices,
-)
+from jchop._checkpoints import checkpoint
 from jchop._common.checks import check
 from jchop._quantized.products.operand_layout import OperandLayout
 from jchop._quantized.products.rule import Rule
@@ -51,7 +41,7 @@ _ATTENTION_NAMES: Mapping[str, str] = {
 _CHECKPOINT_VARIABLES = (nnx.Param, QuantizedParam, nnx.BatchStat)
 
 
-def model_arrays(model: nnx.Module, names: TensorNaming | None) -> dict[str, Any]:
+def model_arrays(model: nnx.Module, names: checkpoint.TensorNaming | None) -> dict[str, Any]:
     """The arrays of a model by their names in a checkpoint, as that has them."""
     arrays: dict[str, Any] = {}
     for tensor in _model_tensors(model, names):
@@ -61,7 +51,7 @@ def model_arrays(model: nnx.Module, names: TensorNaming | None) -> dict[str, Any
     return arrays
 
 
-def model_activations(model: nnx.Module, names: TensorNaming | None) -> dict[str, Spec]:
+def model_activations(model: nnx.Module, names: checkpoint.TensorNaming | None) -> dict[str, Spec]:
     """The specs to which packed layers round their inputs, by the names of their weights in a checkpoint."""
     found: dict[str, Spec] = {}
     for tensor in _model_tensors(model, names):
@@ -72,14 +62,16 @@ def model_activations(model: nnx.Module, names: TensorNaming | None) -> dict[str
     return found
 
 
-def fill_model(source: Checkpoint, like: T, names: TensorNaming | None, skip: str | None, exact: bool) -> T:
+def fill_model(
+    source: checkpoint.Checkpoint, like: T, names: checkpoint.TensorNaming | None, skip: str | None, exact: bool
+) -> T:
     """A model like one, with the weights of a checkpoint."""
     result: Any = nnx.merge(*nnx.split(like), copy=True)
     tensors = list(_model_tensors(result, names, source.items))
-    check_tensor_names(source, [name for tensor in tensors for name, _ in tensor.places()], skip)
+    checkpoint.check_tensor_names(source, [name for tensor in tensors for name, _ in tensor.places()], skip)
     for _, group in groupby(tensors, key=lambda tensor: id(tensor.entry)):
         parts = list(group)
-        with on_host():
+        with checkpoint.on_host():
             codes_by_key = {
                 part.key: q
                 for part in parts
@@ -89,7 +81,7 @@ def fill_model(source: Checkpoint, like: T, names: TensorNaming | None, skip: st
                 _attach_packed_params(parts[0], codes_by_key)
         for part in parts:
             variable = getattr(part.entry.module, part.key, part.variable)
-            variable.set_value(to_devices(variable.get_value(), None))
+            variable.set_value(checkpoint.to_devices(variable.get_value(), None))
     for keys, value in nnx.to_flat_state(nnx.state(result)):
         if isinstance(jax.tree.leaves(value)[0], jax.ShapeDtypeStruct):
             raise ValueError(f"like has no value for {'/'.join(map(str, keys))!r}, and a checkpoint has none")
@@ -159,7 +151,7 @@ class _ModelTensor(NamedTuple):
             f"{self.key} of shape {list(shape)} at {self.entry.paths[0]!r} is a stack of {stack} axes: names= "
             f"must give a name with {stack} '*' for its indexes, as 'layers.*.up.weight', not {self.name!r}",
         )
-        return [(name_in_stack(self.name, index), index) for index in np.ndindex(*shape[:stack])]
+        return [(checkpoint.name_in_stack(self.name, index), index) for index in np.ndindex(*shape[:stack])]
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """The names of its tensors, and the arrays as a checkpoint has them."""
@@ -197,7 +189,7 @@ class _ModelTensor(NamedTuple):
         cast = cast if jnp.issubdtype(current.dtype, jnp.floating) else None
         dtype = cast or (isinstance(values[0], QArray) and getattr(layer, "dtype", None)) or current.dtype
         parts: list[Any] = [
-            in_shape_and_dtype(name, value, shape, dtype)
+            checkpoint.in_shape_and_dtype(name, value, shape, dtype)
             for (name, _), value in zip(self.places(), values, strict=True)
         ]
         if form is not None:
@@ -207,7 +199,7 @@ class _ModelTensor(NamedTuple):
                 else form.layout.back(part, form.shape)
                 for part in parts
             ]
-        value = stacked(self.name, parts, stack) if stack else parts[0]
+        value = checkpoint.stacked(self.name, parts, stack) if stack else parts[0]
         if isinstance(current, QArray | StoredAs):
             check(
                 isinstance(value, QArray) and form is not None and form.packed is not None,
@@ -220,7 +212,7 @@ class _ModelTensor(NamedTuple):
                 f"{self.name!r} is {value.spec} in the checkpoint, and {form.packed.spec} in like: quantize "
                 "like by the specs of the file, or not at all",
             )
-            value = jax.tree.map(lambda new, old: to_devices(new, named_sharding_of(old)), value, current)
+            value = jax.tree.map(lambda new, old: checkpoint.to_devices(new, named_sharding_of(old)), value, current)
         elif not isinstance(value, QArray):
             sharding = named_sharding_of(current)
             value = value if sharding is None else jax.device_put(value, sharding)
@@ -275,7 +267,9 @@ def _attach_packed_params(tensor: _ModelTensor, codes_by_key: Mapping[str, QArra
     attach(layer, kind, rule, path, packs=True, rngs=None, codes_by_name=codes_by_key)
 
 
-def _model_tensors(model: nnx.Module, names: TensorNaming | None, file_names: Any = ()) -> Iterator[_ModelTensor]:
+def _model_tensors(
+    model: nnx.Module, names: checkpoint.TensorNaming | None, file_names: Any = ()
+) -> Iterator[_ModelTensor]:
     """Every parameter of a model, by the first of its names that is in `file_names`, or those of a stack are."""
     for _, node in nnx.iter_graph(model):
         if isinstance(node, Adapted):
@@ -300,4 +294,4 @@ def _model_tensors(model: nnx.Module, names: TensorNaming | None, file_names: An
             tensor_names = [f"{file_path(path)}/{last}".strip("/").replace("/", ".") for path in entry.paths]
             tensor_names = [names(name) for name in tensor_names] if names is not None else tensor_names
             found = next((name for name in tensor_names if name in file_names), tensor_names[0])
-            yield _ModelTensor(name_of_stack(found, file_names), key, variable, entry, kind)
+            yield _ModelTensor(checkpoint.name_of_stack(found, file_names), key, variable, entry, kind)

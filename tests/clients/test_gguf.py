@@ -59,7 +59,11 @@ def test_jchop_reads_every_type_as_gguf_does(name: str, shape: tuple[int, ...], 
     np.testing.assert_array_equal(np.asarray(jc.dequantize(q)), gguf.dequantize(blocks, kind))
 
 
-@pytest.mark.parametrize("spec", ["int4(group=32,scale=float16)", "int8(group=32,scale=float16)", None])
+_OFFSET = "uint{}(group=32,scale=float16,zero_point=float)".format
+_WRITTEN = [*(f"int{bits}(group=32,scale=float16)" for bits in (4, 5, 8)), _OFFSET(4), _OFFSET(5), "mxfp4", None]
+
+
+@pytest.mark.parametrize("spec", _WRITTEN)
 def test_gguf_reads_what_jchop_writes(spec: str | None, tmp_path: Path) -> None:
     x = np.random.default_rng(0).standard_normal((6, 64)).astype(np.float32)
     w = x if spec is None else jc.quantize(x, spec)
