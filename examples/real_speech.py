@@ -1,12 +1,11 @@
 """A trained network that hears speech, with weights in few bits: in which parts of a recording does somebody speak?
 
     pip install --no-deps silero-vad==6.2.3 useful-moonshine-onnx==20251121
-    python examples/real_speech.py [--small] [--steps]
+    python examples/real_speech.py [--small]
 
 The wheel of silero-vad (MIT) holds a network of 0.3 million weights, which the program writes in JAX. The other wheel
 (MIT) holds a spoken sentence of 10 s. The network gives each 32 ms of it a probability of speech. The program prints
-the Kullback-Leibler divergence from the float32 network in nats, and the pieces with another answer. `--steps` rounds
-with data: the first half of the recording is data, the second half is in the table.
+the Kullback-Leibler divergence from the float32 network in nats, and the pieces with another answer.
 """
 
 from __future__ import annotations
@@ -97,25 +96,17 @@ def divergence(exact: Any, logits: Any) -> float:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="three formats")
-    parser.add_argument("--steps", action="store_true", help="round with data, too")
     options = parser.parse_args(argv)
     p, pieces = weights(), recording()
     print(f"reading {len(pieces)} pieces", file=sys.stderr)
-    half = len(pieces) // 2
-    data, fresh = pieces[:half], pieces[half:]
-    exact = jax.jit(network)(p, fresh)
-    print(f"{len(fresh)} pieces, {int((exact > 0).sum())} with speech in float32")
-    print(f"{'weights':28} {'divergence':>10} {'with data':>10}  other answers")
+    exact = jax.jit(network)(p, pieces)
+    print(f"{len(pieces)} pieces, {int((exact > 0).sum())} with speech in float32")
+    print(f"{'weights':28} {'divergence':>10}  other answers")
     for text in FORMATS[::3] if options.small else FORMATS:
         low = jc.quantize_fn(network, {WEIGHTS: text})
-        found = [jax.jit(low)(low.pack(p, data), fresh)]
-        if options.steps:
-            found.append(jax.jit(low)(low.pack(p, batches=[data]), fresh))
-        columns = " ".join(f"{divergence(exact, logits):10.5f}" for logits in found)
-        print(
-            f"{text:28} {columns}  {' '.join(str(int(((exact > 0) != (each > 0)).sum())) for each in found)}",
-            flush=True,
-        )
+        logits = jax.jit(low)(low.pack(p, pieces), pieces)
+        other = int(((exact > 0) != (logits > 0)).sum())
+        print(f"{text:28} {divergence(exact, logits):10.5f}  {other}", flush=True)
 
 
 if __name__ == "__main__":
