@@ -256,6 +256,8 @@ def _run_tune(options: argparse.Namespace) -> None:
             metric=metric, held_out=extra_inputs, progress=cli.terminal_progress_bar(), **limits,
         )  # fmt: skip
     _show_report(options, tuning, f"{options.function} within {options.tolerance:g}")
+    if options.by == "scope" and len(tuning.rows) == 1 and not options.json:
+        print("the function has one scope; --by equation gives each operation a format of its own")
 
 
 TUNE = cli.Command(

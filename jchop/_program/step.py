@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import linecache
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +41,12 @@ def source_function_of(info: Any) -> str:
     frames = () if info.traceback is None else info.traceback.frames
     names = (f"{f.file_name}:{f.function_name}" for f in frames if not is_library_file(f.file_name))
     return next(names, "")
+
+
+def text_of_line(source: str) -> str:
+    """The text of a line of source, given as file and line; empty if it cannot be read."""
+    file, _, line = source.rpartition(":")
+    return linecache.getline(file, int(line)).strip() if line.isdigit() else ""
 
 
 def is_library_file(file: str) -> bool:

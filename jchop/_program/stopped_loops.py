@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import operator
 import warnings
 from collections.abc import Callable, Sequence
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jchop._program.step import ProgramStep, source_line_of
+from jchop._program.step import ProgramStep, source_line_of, text_of_line
 
 #: Primitives that compare, their signs and functions.
 COMPARISONS: dict[str, tuple[str, Callable[..., Any]]] = {
@@ -57,8 +56,7 @@ def text_of_stop(
     source = source_of_condition(step, comparisons)
     rows = zip(comparisons, operands, strict=True)
     pairs = "; ".join(dict.fromkeys(_comparison_values(one, goes_on, *map(np.asarray, pair)) for one, pair in rows))
-    file, _, line = source.rpartition(":")
-    text = linecache.getline(file, int(line)).strip() if line.isdigit() else ""
+    text = text_of_line(source)
     place = f" (scope {step.scope!r})" if step.scope else ""
     place = f" at {source}" + (f" ({text})" if text else "") if source else place
     return f"a while loop was stopped {when}; its condition{place} still holds" + (f": {pairs}" if pairs else "")

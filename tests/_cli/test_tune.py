@@ -28,6 +28,10 @@ def apart(x, y):
         return jnp.sqrt(z * z + 1)
 
 
+def plain(x, y):
+    return x * y + 1
+
+
 def worst(low, exact):
     return jnp.max(jnp.abs(low - exact))
 """
@@ -69,6 +73,7 @@ def files_and_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (folder / "tune.html").read_text()
     check_html(text)
     assert "data:image/png;base64," in text and "product/mul" in text
+    assert "--by equation" in lines(capsys, "tune", "tuned_model:plain", *COMMAND[2:])[-1]
 
 
 @each(

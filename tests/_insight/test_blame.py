@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ import jchop as jc
 from jchop._emulate.emulate import round_on_entry
 from jchop._emulate.paired.paired_run import CarrierReference, PairedRun
 from jchop._emulate.rules.trace import trace_program
+from jchop._insight.reports.blame import _blame_notes
 from jchop._insight.reports.tape import Tape
 from jchop._program.control import as_jax_value
 from jchop._program.lanes import with_vmap_collective
@@ -563,6 +564,23 @@ def test_parts_that_cancel_have_no_note() -> None:
     for fun, x in programs:
         found = jc.emulate(fun, "e4m3").blame(x)
         assert found.error == 0 < abs(found.unexplained) and not found.notes
+
+
+@pytest.mark.parametrize(
+    ("diverges", "value", "parts", "why"),
+    [
+        (False, math.nan, (1.0, -0.5), "far from linear"), (False, math.nan, (100.0, -99.5), "100 times the error"),
+        (True, math.nan, (100.0, -99.5), "would make other turns"), (False, 1e8, (1.0, -0.5), "a step of the carrier"),
+    ],
+)  # fmt: skip
+def test_a_rest_has_a_reason(diverges: bool, value: float, parts: Sequence[float], why: str) -> None:
+    found = jc.emulate(lambda x: x / 3, "bfloat16").blame(jnp.float32(1), gains=0)
+    rows = [dataclasses.replace(found.rows[0], contribution=part) for part in parts]
+    notes = list(_blame_notes(diverges, 1.0, value, 0.5, rows))
+    assert (
+        len(notes) == 1 + diverges and notes[-1].startswith("no row explains 50% of the error: ") and why in notes[-1]
+    )
+    assert len(list(_blame_notes(diverges, 1.0, value, 0.19, rows))) == diverges
 
 
 def test_a_matrix_is_factored_by_code_compiled_once(caplog: pytest.LogCaptureFixture) -> None:

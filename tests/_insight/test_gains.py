@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from programs import PROGRAMS
@@ -88,3 +90,33 @@ def test_predicted_gains_are_those_of_another_interpreter(name: str) -> None:
     assert [row.gain for row in rows] == sorted((row.gain for row in rows), reverse=True)
     mine, its = ranks([round(row.gain, 3) for row in rows]), ranks([round(x, 3) for x in falls])
     assert np.ptp(its) == 0 or np.corrcoef(mine, its)[0, 1] >= 0.95
+
+
+def test_parts_of_several_equations() -> None:
+    """Lines have their text; a part of all equations and an argument of the format leave no error."""
+
+    def model(x: Any) -> Any:
+        with jax.named_scope("head"):
+            y = jnp.exp(x) / 3
+        return y + x * 0.3
+
+    x, first = jnp.array([0.5, 1.25, 2.0]), model.__code__.co_firstlineno
+    low = jc.emulate(model, "bfloat16")
+    found = {by: low.what_if(x, by=by) for by in ("line", "scope", "function")}
+    lines = {row.place: row for row in found["line"].rows}
+    assert {row.place: row.primitive for row in found["line"].rows} == {
+        f"test_gains.py:{first}": "argument [0]",
+        f"test_gains.py:{first + 2}": "y = jnp.exp(x) / 3",
+        f"test_gains.py:{first + 3}": "return y + x * 0.3",
+    }
+    assert {row.scope: row.primitive for row in found["scope"].rows if not row.source} == {
+        "head": "2 equations", "": "2 equations"
+    }  # fmt: skip
+    assert [(row.primitive, row.gain) for row in found["function"].rows] == [
+        ("4 equations", 1.0),
+        ("argument [0]", 0.0),
+    ]
+    exact = np.asarray(model(x), np.float64)
+    for line in (f"test_gains.py:{first + 2}", f"test_gains.py:{first + 3}"):
+        wide = jc.emulate(model, "bfloat16", rules={line: "wide"})(x)
+        assert lines[line].error == pytest.approx(np.linalg.norm(np.asarray(wide, np.float64) - exact), rel=1e-6)

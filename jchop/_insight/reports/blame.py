@@ -41,9 +41,9 @@ from jchop._program.run import interpret, is_foreign_primitive
 from jchop._program.seeds import Seeds
 from jchop._program.step import user_line
 
-#: A rest of more than the first part of the error is named, if it is also more than the second part of the largest
-#: contribution.
-_NAMED_REST, _DOUBTFUL_REST = 0.2, 0.01
+#: A rest of more than the first part of the error is named. One of less than the second part of the largest
+#: contribution is small beside it.
+_NAMED_REST, _SMALL_REST = 0.2, 0.01
 
 
 @dataclass(frozen=True)
@@ -234,16 +234,17 @@ def _blame_notes(diverges: bool, error: float, value: float, rest: float, rows: 
             "the carrier alone would make other turns or choices, so this is the error on the path of the emulated "
             "program, and not the difference from a plain run"
         )
-    # Where parts cancel to almost nothing, a small rest of them is no reason to doubt them, nor are the carrier's own
-    # rounding errors. The value may be NaN, which is no maximum in the last place.
-    largest = max((abs(row.contribution) for row in rows), default=0.0)
-    least = max(_DOUBTFUL_REST * largest, float(jnp.finfo(jnp.result_type(float)).eps) * abs(value))
-    if abs(rest) > max(_NAMED_REST * abs(error), least):
+    if error and abs(rest) > _NAMED_REST * abs(error):
         part = "a part larger than the error" if abs(rest) > abs(error) else f"{abs(rest / error):.0%} of the error"
-        yield (
-            f"no row explains {part}: between the two runs the program is far from linear, or jumps; blame fewer turns "
-            "of loops, or take a format with more digits"
-        )
+        largest = max((abs(row.contribution) for row in rows), default=0.0)
+        why = "between the two runs the program is far from linear, or jumps"
+        if abs(rest) <= float(jnp.finfo(jnp.result_type(float)).eps) * abs(value):
+            why = "it is less than a step of the carrier"
+        elif diverges:
+            why = "the carrier alone would make other turns or choices"
+        elif abs(rest) <= _SMALL_REST * largest:
+            why = f"the rows cancel, and the largest is {largest / abs(error):.3g} times the error"
+        yield f"no row explains {part}: {why}; blame fewer turns of loops, or take a format with more digits"
 
 
 def _run_tape(

@@ -29,13 +29,15 @@ from jchop._insight.reports.report import PlacedRow, emulated_call, refuse_trace
 from jchop._program.control import as_jax_value, copy_if_reference
 from jchop._program.run import interpret
 from jchop._program.seeds import Seeds
-from jchop._program.step import ProgramPlan, source_function_of, user_line
+from jchop._program.step import ProgramPlan, source_function_of, text_of_line, user_line
 from jchop._spec.spec import Spec
 
 Array = jax.Array
 #: Without a limit, a `while` loop of more turns has no gain and no blame. Blame takes about 0.1 s for a turn of an
 #: adaptive solver of an ODE.
 MOST_TURNS = 1000
+#: The most letters of a line of source in a table.
+_MOST_LINE_LETTERS = 40
 #: A scope, a name, a spec and a line of source, as a row of a report has them.
 RowKey = tuple[str, str, str, str]
 
@@ -46,7 +48,7 @@ class WhatIfRow(PlacedRow):
 
     Args:
         scope: the path of `jax.named_scope` and `jax.jit` names; empty for a part over several.
-        primitive: its name, as in `jchop.Blame`; for a part of several the number of its equations, as text.
+        primitive: its name, as in `jchop.Blame`; for a line its text, for another part the number of its equations.
         spec: the rounding of the results, as text; empty for several.
         error: the norm of the error if the results of this part are not rounded, nor by the operations that read them.
         gain: the fall of the error's norm, over this norm. 1: nothing is left. Below 0: the error grows.
@@ -85,11 +87,12 @@ class WhatIf(RowReport):
     _align, _optional = "<<<>>><", ("scope", "error")
 
     def _parts(self) -> Iterator[TableOrLine]:
+        numbers = [(f"{row.error:.4g}", *percents(row.gain, row.projection)) for row in self.rows]
         yield (
             ("scope", "primitive", "spec", "error", "gain", "projection", "source"),
             *(
-                (row.scope, row.primitive, row.spec, f"{row.error:.4g}", *percents(row.gain, row.projection), row.place)
-                for row in self.rows
+                (row.scope, row.primitive[:_MOST_LINE_LETTERS], row.spec, *own, row.place)
+                for row, own in zip(self.rows, numbers, strict=True)
             ),
         )
         yield f"error {self.error:.4g}"
@@ -163,15 +166,13 @@ def what_if(
         key_of = {"line": ("", row[3]), "scope": (row[0], ""), "function": ("", part.function)}
         scope, source = ("", "") if own else key_of[by]
         groups.setdefault(row if own else (scope, "", "", source), Part()).add(part)
-    rows = [
-        WhatIfRow(
-            scope, name or f"{part.equations} equations", spec, *measured, "" if by == "scope" and not name else source
-        )
-        for ((scope, name, spec, source), part), measured in zip(
-            groups.items(), runs.measure(groups.values()), strict=True
-        )
-    ]
-    rows.sort(key=lambda row: (math.isnan(row.gain), -row.gain if not math.isnan(row.gain) else 0.0))
+    rows = []
+    for ((scope, name, spec, source), part), measured in zip(
+        groups.items(), runs.measure(groups.values()), strict=True
+    ):
+        text = name or (by == "line" and text_of_line(source)) or f"{part.equations} equations"
+        rows.append(WhatIfRow(scope, text, spec, *measured, "" if by == "scope" and not name else source))
+    rows.sort(key=lambda row: math.inf if math.isnan(row.gain) else -row.gain)
     return WhatIf(tuple(rows), runs.error)
 
 
