@@ -120,9 +120,8 @@ class _CommandParser(argparse.ArgumentParser):
 def _command_parser() -> argparse.ArgumentParser:
     description = "Rounds numbers, and the parameters of a neural network, to low-precision formats."
     parser = _CommandParser(prog="jchop", description=description)
-    parser.add_argument(
-        "-V", "--version", action="version", version=f"jchop {distribution_version('jchop') or '(not installed)'}"
-    )
+    version = f"jchop {distribution_version('jchop') or '(not installed)'}"
+    parser.add_argument("-V", "--version", action="version", version=version)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     parser.set_defaults(commands=COMMANDS)
     for command in COMMANDS:

@@ -41,10 +41,8 @@ def _bash_script(table: dict[str, dict[str, list[str]]]) -> str:
         word_cases = [f"            {o}) words='{' '.join(words)}' ;;" for o, words in options.items() if o and words]
         flags = " ".join(option for option in options if option)
         others = f"            *) words='{' '.join(options.get('', []))}' ;;"
-        case_lines = "\n".join(
-            ["        case $before in", *word_cases, others, "        esac", f"        options='{flags}' ;;"]
-        )
-        cases.append(f"    {name})\n{case_lines}")
+        lines = [f"    {name})", "        case $before in", *word_cases, others, "        esac"]
+        cases += [*lines, f"        options='{flags}' ;;"]
     return f"""_jchop() {{
     local now=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} words= options=
     if [ "$COMP_CWORD" -eq 1 ]; then

@@ -38,9 +38,8 @@ def _run_quantize(options: argparse.Namespace) -> None:
         return
     cli.key_of_seed_option(options.seed, [rule.spec for rule in rules])
     cli.check_suffix("OUT", options.target, ".safetensors")
-    reports = quantize_file(
-        options.source, options.target, rules, seed=options.seed, progress=cli.PercentProgress("quantize")
-    )
+    progress = cli.PercentProgress("quantize")
+    reports = quantize_file(options.source, options.target, rules, seed=options.seed, progress=progress)
     cli.print_rows(_quantization_rows(reports), "<<<<>>>><", options.json)
     if not options.json:
         print()
@@ -80,9 +79,8 @@ def parse_rule(text: str) -> TensorRule:
 
 
 def _quantization_rows(reports: Sequence[TensorReport]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [
-        ("tensor", "shape", "from", "to", "bytes before", "bytes after", "SNR dB", "max error", "note")
-    ]
+    head = ("tensor", "shape", "from", "to", "bytes before", "bytes after", "SNR dB", "max error", "note")
+    rows: list[tuple[str, ...]] = [head]
     for report in reports:
         has_errors = not (report.copied or math.isnan(report.sqnr))
         errors = (_decibels_text(report.sqnr), f"{report.largest:.3g}") if has_errors else ("-", "-")
@@ -263,17 +261,14 @@ CONVERT = cli.Command(
 def _run_compare(options: argparse.Namespace) -> None:
     cli.check_pictures(options)
     comparisons: dict[str, Comparison] = {}
-    formats = (
-        [as_spec(f, "--formats", scaled=True) for f in cli.split_items(options.formats)] if options.formats else None
-    )
-    if formats == []:
+    formats = [as_spec(text, "--formats", scaled=True) for text in cli.split_items(options.formats or ())]
+    if options.formats and not formats:
         raise ValueError(f"--formats {' '.join(options.formats)!r} must name at least one format")
-    key = cli.key_of_seed_option(options.seed, formats or ())
+    key = cli.key_of_seed_option(options.seed, formats)
     for name, array in _real_tensors(options.file, options.tensor):
         with place_in_errors(f"{name}", (ValueError, TypeError)):
-            comparisons[name] = _compare_formats(
-                name, array, formats or default_formats(max(array.ndim, 1)), key, options.scale
-            )
+            array_formats = formats or default_formats(max(array.ndim, 1))
+            comparisons[name] = _compare_formats(name, array, array_formats, key, options.scale)
     if options.plot and len(comparisons) > 1:
         raise ValueError(f"--plot draws one array, and there are {len(comparisons)}; choose one by --tensor")
     if options.json:

@@ -78,9 +78,8 @@ def load_function(option: str, text: str) -> Callable[..., Any]:
 
         try:
             keyword_values = dict(zip(keywords, args[positional_count:], strict=False))
-            return function(
-                *args[:positional_count], *args[positional_count + len(keywords) :], **keyword_values, **kwargs
-            )
+            positional = args[:positional_count] + args[positional_count + len(keywords) :]
+            return function(*positional, **keyword_values, **kwargs)
         except (JAXIndexError, JAXTypeError) as error:
             reason = str(error).splitlines()[0].rstrip(".")
             raise ValueError(

@@ -244,9 +244,8 @@ def _run_doctor(options: argparse.Namespace) -> None:
         print(f"no devices: {facts['error']}")
     else:
         rows = [("device", "number", "jchop runs", "products of int8", "of float8", "of codes and floats")]
-        print(
-            cli.text_table([*rows, *(tuple(str(v or "-") for v in row.values()) for row in facts["devices"])], "<><<<<")
-        )
+        rows += [tuple(str(value or "-") for value in row.values()) for row in facts["devices"]]
+        print(cli.text_table(rows, "<><<<<"))
     print()
     rows = [("extra", "for", "installed", "to install")]
     for row in facts["extras"]:

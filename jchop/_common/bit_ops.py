@@ -128,9 +128,8 @@ def lax_where(condition: Any, yes: Any, no: Any) -> jax.Array:
         whole = next((x for x in sharded_values if x.shape == shape), sharded_values[0])
         return jnp.where(*(reshard_like(x, whole) if jnp.shape(x) == whole.shape else x for x in (condition, yes, no)))
     like = next((x for x in (condition, yes, no) if jnp.shape(x) == shape), None)
-    return lax.select(
-        *(_broadcast_like(x, shape, kind, like) for x, kind in ((condition, bool), (yes, dtype), (no, dtype)))
-    )
+    operands = ((condition, bool), (yes, dtype), (no, dtype))
+    return lax.select(*(_broadcast_like(x, shape, kind, like) for x, kind in operands))
 
 
 def has_sharding(x: Any) -> bool:

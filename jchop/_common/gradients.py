@@ -117,9 +117,8 @@ class CustomJvp:
         def rule(primals: list[Any], tangents: list[Any]) -> tuple[list[Any], list[Any]]:
             assert self.rule is not None
             full_tangents = [self._zero(x) if t is None else t for x, t in zip(primals, tangents, strict=True)]
-            out, out_tangents = self.rule(
-                *static, jax.tree.unflatten(tree, primals), jax.tree.unflatten(tree, full_tangents)
-            )
+            operands = (jax.tree.unflatten(tree, leaves) for leaves in (primals, full_tangents))
+            out, out_tangents = self.rule(*static, *operands)
             return jax.tree.leaves(out), [None if _is_zero_tangent(t) else t for t in jax.tree.leaves(out_tangents)]
 
         return with_rule(flat, values, rule)

@@ -178,9 +178,8 @@ def _path_similarity(parts: list[str], path: str) -> float:
     # A path may end above the parameter of a layer, where layers have paths.
     is_layer = path_parts and path_parts == parts[: len(path_parts)]
     stretches = ("/".join(path_parts[i : i + len(parts)]) for i in starts)
-    return max(
-        _NEAR_SIMILARITY if is_layer else 0.0, *(SequenceMatcher(None, target, each).ratio() for each in stretches)
-    )
+    least = _NEAR_SIMILARITY if is_layer else 0.0
+    return max(least, *(SequenceMatcher(None, target, each).ratio() for each in stretches))
 
 
 #: Paths that are compared, and from which likeness on they are near.

@@ -101,10 +101,9 @@ def quantize(
     """
     vector = _as_vector("array", array)
     check_instance("round_mode", round_mode, RoundMode, "a RoundMode")
-    parameters = _scale_parameters(scale, zero_point)
-    codes = _quantize(
-        vector, Spec(_code_format(quant_dtype), round_mode.value), key, scale=parameters[0], zero_point=parameters[1]
-    )
+    scales, zero_points = _scale_parameters(scale, zero_point)
+    spec = Spec(_code_format(quant_dtype), round_mode.value)
+    codes = _quantize(vector, spec, key, scale=scales, zero_point=zero_points)
     return codes.qvalue.reshape(array.shape) if quant_dtype == "uint8" else codes.qvalue
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from jchop import math
 from jchop._common.bit_ops import enable_x64_for
-from jchop._common.checks import check, check_int
+from jchop._common.checks import check
 from jchop._common.settings import always_jit
 from jchop._spec.accumulation import MatmulSpec, SumSpecLike
 from jchop._spec.spec import Gradient, SpecLike, as_spec
@@ -83,10 +83,9 @@ def round_to_format(
     source = tensor.clone() if inplace and tensor.requires_grad and torch.is_grad_enabled() else tensor
     result = round_straight_through(source, plan.spec, words, copy)
     if plan.gradient is not None:
-        draws, seed_name = plan.gradient_draws, "gradient_seed"
-        result = round_gradient(
-            result, plan.gradient, operators.rounding_words(plan.gradient, draws, gradient_seed, generator, seed_name)
-        )
+        draws, seed = plan.gradient_draws, gradient_seed
+        words = operators.rounding_words(plan.gradient, draws, seed, generator, "gradient_seed")
+        result = round_gradient(result, plan.gradient, words)
     return tensor.copy_(result) if inplace else result
 
 
@@ -126,9 +125,8 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(tensor: Tensor, words: Tensor, spec: str, copy: bool) -> Tensor:
-        return (operators.round_now if _is_eager_call(tensor) else operators.round_operator)(
-            tensor, words, spec, 0, copy
-        )
+        rounds = operators.round_now if _is_eager_call(tensor) else operators.round_operator
+        return rounds(tensor, words, spec, 0, copy)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -152,7 +150,7 @@ class _FunctionOfSpec(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         del output
         ctx.save_for_backward(*(x for x in inputs[1:] if isinstance(x, Tensor)))
         (ctx.spec,) = (x for x in inputs if isinstance(x, str))
@@ -242,7 +240,7 @@ class Quantizer(nn.Module):
         if gradient is not None and gradient.gradient != Gradient():
             raise ValueError(f"backward={str(gradient)!r} is for a gradient, and cannot have a gradient itself")
         self.gradient = None if gradient is None else operators.plan_of(gradient)
-        self.words = None if seed is None else _seed_numbers(seed)
+        self.words = None if seed is None else operators.seed_numbers(seed)
         if self._counts_calls:
             self.register_buffer("calls", torch.zeros((), dtype=torch.int32))
 
@@ -264,9 +262,8 @@ class Quantizer(nn.Module):
             call = self.calls.clone()
             self.calls += 1
         if self.rounding is not None:
-            x = round_straight_through(
-                x, self.rounding.spec, self._words(self.rounding.draws, call, _FORWARD_DRAW), True
-            )
+            words = self._words(self.rounding.draws, call, _FORWARD_DRAW)
+            x = round_straight_through(x, self.rounding.spec, words, True)
         if self.gradient is not None:
             x = round_gradient(x, self.gradient.spec, self._words(self.gradient.draws, call, _BACKWARD_DRAW))
         return x
@@ -295,13 +292,7 @@ class Quantizer(nn.Module):
 
 def first_words(seed: tuple[int, ...], draws: bool) -> Tensor:
     """The words of the forward rounding in the first call of a `Quantizer` with this seed; none without draws."""
-    return operators.key_words((*_seed_numbers(seed), 0, _FORWARD_DRAW) if draws else ())
-
-
-def _seed_numbers(seed: int | tuple[int, ...]) -> tuple[int, ...]:
-    first, *fold_ins = seed if isinstance(seed, tuple) else (seed,)
-    first = check_int("seed", first, 0, (1 << 64) - 1)
-    return (first >> 32, first & 0xFFFF_FFFF, *(check_int("seed", fold_in, 0, (1 << 32) - 1) for fold_in in fold_ins))
+    return operators.key_words((*operators.seed_numbers(seed), 0, _FORWARD_DRAW) if draws else ())
 
 
 def matmul(
@@ -363,9 +354,8 @@ def _matmul_text(spec: Any) -> tuple[str, bool]:
         same_spec = as_spec(spec)
         spec = MatmulSpec(same_spec, same_spec, same_spec)
     arguments = {field.name: getattr(spec, field.name) for field in fields(spec)}
-    return json.dumps(
-        {name: v if isinstance(v, bool | None) else str(v) for name, v in arguments.items()}
-    ), spec.stochastic
+    texts = {name: value if isinstance(value, bool | None) else str(value) for name, value in arguments.items()}
+    return json.dumps(texts), spec.stochastic
 
 
 @lru_cache(maxsize=256)
@@ -450,18 +440,12 @@ class _MatmulFunction(_FunctionOfSpec):
         return None, *_MatmulGradients.apply(gradients[0], *ctx.saved_tensors, ctx.spec), None, None  # type: ignore[misc]
 
 
-class _MatmulGradients(torch.autograd.Function):
+class _MatmulGradients(_FunctionOfSpec):
     """The gradients of both factors, without second derivatives."""
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(gradient: Tensor, a: Tensor, b: Tensor, words: Tensor, spec: str) -> tuple[Tensor, Tensor]:
         return matmul_gradients_operator(gradient, a, b, words, spec, 0)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        del ctx, inputs, output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

@@ -20,7 +20,7 @@ import torch
 from jax import Array, lax
 from torch import Tensor
 
-from jchop._common.bit_ops import enable_x64_for
+from jchop._common.bit_ops import CARRIERS, enable_x64_for
 from jchop._common.checks import check, check_instance, check_int
 from jchop._common.settings import always_jit
 from jchop._round.arguments import has_tracer
@@ -103,10 +103,11 @@ def key_words(numbers: Sequence[int]) -> Tensor:
     return torch.tensor([number - (1 << 32) if number >> 31 else number for number in numbers], dtype=torch.int32)
 
 
-def words_of_seed(seed: int, *fold_ins: int, name: str = "seed") -> Tensor:
-    """The words of ``jax.random.key(seed)``, with numbers folded in."""
-    seed = check_int(name, seed, 0, (1 << 64) - 1)
-    return key_words((seed >> 32, seed & 0xFFFF_FFFF, *fold_ins))
+def seed_numbers(seed: int | tuple[int, ...], name: str = "seed") -> tuple[int, ...]:
+    """The two words of the key of a seed, and the numbers after it, which are folded in."""
+    first, *fold_ins = seed if isinstance(seed, tuple) else (seed,)
+    first = check_int(name, first, 0, (1 << 64) - 1)
+    return (first >> 32, first & 0xFFFF_FFFF, *(check_int(name, fold_in, 0, (1 << 32) - 1) for fold_in in fold_ins))
 
 
 def rounding_words(
@@ -121,7 +122,7 @@ def rounding_words(
     if not draws:
         return key_words(())
     if seed is not None:
-        return words_of_seed(seed, name=name)
+        return key_words(seed_numbers(seed, name))
     check(generator is not None, f"spec={spec!r} rounds stochastically: pass {name}=, an integer, or generator=")
     check_instance("generator", generator, torch.Generator, "a torch.Generator")
     return generator_words(generator)
@@ -282,14 +283,7 @@ def check_tensor(name: str, value: object) -> None:
 
 
 #: The dtypes that can be rounded, and their names in JAX.
-CARRIER_NAMES: dict[torch.dtype, str] = {
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float32: "float32",
-    torch.float64: "float64",
-    torch.complex64: "complex64",
-    torch.complex128: "complex128",
-}
+CARRIER_NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in (*CARRIERS, "complex64", "complex128")}
 
 
 def check_carrier(name: str, value: object, *, complex_too: bool = True) -> None:
@@ -337,8 +331,10 @@ def define_operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable
 
 
 def round_now(x: Tensor, words: Tensor, spec: str, batch: int, copy: bool) -> Tensor:
-    """`x` rounded, without an operator."""
-    return _run_elementwise(_round_rows, (x,), words, copy, spec=spec, batch=batch)
+    """`x` rounded, without an operator: all axes in the order of its memory, and never in its memory."""
+    view, order = dense(x.detach(), copy)
+    result = _in_own_memory(run_on_tensors(_round_rows, [view], words, spec=spec, batch=batch, order=order), view)
+    return result if order == tuple(range(len(order))) else result.permute(inverse_order(order))
 
 
 def _fake_round(x: Tensor, words: Tensor, spec: str, batch: int, copy: bool) -> Tensor:
@@ -358,18 +354,13 @@ round_operator = define_operator(
 )
 def within_range_operator(gradient: Tensor, x: Tensor, words: Tensor, spec: str, batch: int) -> Tensor:
     """`gradient`, but 0 for elements of `x` that overflow."""
-    gradient = gradient.to(memory_format=torch.contiguous_format)
-    return _run_elementwise(_within_range_rows, (gradient, x.contiguous()), words, True, spec=spec, batch=batch)
+    tensors = [contiguous(tensor, True) for tensor in (gradient, x)]
+    return _in_own_memory(run_on_tensors(_within_range_rows, tensors, words, spec=spec, batch=batch), tensors[0])
 
 
-def _run_elementwise(
-    function: Callable[..., Array], tensors: Sequence[Tensor], words: Tensor, copy: bool, **options: Any
-) -> Tensor:
-    """A jitted function of tensors, with all axes in the memory order of the first tensor."""
-    views = [dense(tensor.detach(), copy) for tensor in tensors]
-    order = views[0][1]
-    result = run_on_tensors(function, [view for view, _ in views], words, order=order, **options)
-    return _restore_order(result, order, views[0][0])
+def _in_own_memory(result: Tensor, source: Tensor) -> Tensor:
+    """A result that is never in the memory of its source, which JAX returns where nothing changes."""
+    return result.clone() if result.data_ptr() == source.data_ptr() else result
 
 
 def run_on_tensors(function: Callable[..., Any], tensors: Sequence[Tensor], words: Tensor, **options: Any) -> Any:
@@ -423,13 +414,6 @@ def import_words(words: Tensor) -> Any:
     return import_tensor(words) if words.is_cuda else words.numpy()
 
 
-def _restore_order(tensor: Tensor, order: tuple[int, ...], source: Tensor) -> Tensor:
-    """The result with its axes in the original order, and never in the memory of the source."""
-    if tensor.data_ptr() == source.data_ptr() and tensor.numel():
-        tensor = tensor.clone()
-    return tensor if order == tuple(range(len(order))) else tensor.permute(inverse_order(order))
-
-
 @lru_cache(maxsize=256)
 def require_rounding(dtype: torch.dtype, ndim: int, spec: str) -> None:
     """Raise the errors of rounding before anything is computed."""
@@ -444,11 +428,8 @@ def _round_rows(x: Array, words: Array | None, *, spec: str, batch: int, order: 
     return function(x.transpose(inverse_order(order)), words).transpose(order)
 
 
-@partial(always_jit, static_argnames=("spec", "batch", "order"))
-def _within_range_rows(
-    g: Array, x: Array, words: Array | None, *, spec: str, batch: int, order: tuple[int, ...]
-) -> Array:
-    del order  # both are contiguous
+@partial(always_jit, static_argnames=("spec", "batch"))
+def _within_range_rows(g: Array, x: Array, words: Array | None, *, spec: str, batch: int) -> Array:
     return gradient_rows(lambda x, words: round_to_format(x, parse(spec), key_of_words(words)), batch, g, words, x)[0]
 
 

@@ -162,27 +162,25 @@ class OptimLP(Optimizer):
     def _round_moments(self, leaves: list[_OptimizerLeaf]) -> None:
         if _MOMENTUM_ROLE not in self._plans:
             return
-        trained = list(filter(_OptimizerLeaf.moves, leaves))
-        moments = [
-            (leaf, list(_moment_tensors(self.state.get(leaf.parameter, {}), leaf.memory.shape))) for leaf in trained
-        ]
-        for leaf, values in moments:
-            for index, value in enumerate(values):
+        trained, count = list(filter(_OptimizerLeaf.moves, leaves)), 0
+        for leaf in trained:
+            for index, value in enumerate(_moment_tensors(self.state.get(leaf.parameter, {}), leaf.memory.shape)):
                 value.copy_(self._round(_MOMENTUM_ROLE, leaf, value, _MOMENTUM_ROLE + index))
-        if trained and not any(values for _, values in moments):
-            raise ValueError(
-                f"momentum={self._plans[_MOMENTUM_ROLE].spec!r}, but {type(self.optimizer).__name__} keeps none"
-            )
+                count += 1
+        kind, spec = type(self.optimizer).__name__, self._plans[_MOMENTUM_ROLE].spec
+        check(count or not trained, f"momentum={spec!r}, but {kind} keeps none")
 
     def _round(self, role: int, leaf: _OptimizerLeaf, x: Tensor, fold_in: int | None = None) -> Tensor:
         plan = self._plans.get(role)
         if plan is None:
             return x
-        fold_ins = (self.steps, leaf.index, role if fold_in is None else fold_in)
         if not plan.draws:
             words = operators.key_words(())
+        elif self.seed is None:
+            words = operators.generator_words()
         else:
-            words = operators.generator_words() if self.seed is None else operators.words_of_seed(self.seed, *fold_ins)
+            numbers = self.seed, self.steps, leaf.index, role if fold_in is None else fold_in
+            words = operators.key_words(operators.seed_numbers(numbers))
         return operators.round_now(x, words, plan.spec, 0, True)
 
     # -- as an optimizer of torch --------------------------------------------------------------------------------------

@@ -184,9 +184,8 @@ def _convert_module(module: nn.Module, rules: Any, seed: int, mode: str) -> nn.M
                 if not weights:
                     roundings = {name: spec for name, spec in roundings.items() if name in ("bias", "output")}
             _check_layer(layer, path, roundings, opaque)
-            used_fields.setdefault(rule, set()).update(
-                _equip(layer, path, roundings, names, (seed, index), packed_tensors)
-            )
+            used = _equip(layer, path, roundings, names, (seed, index), packed_tensors)
+            used_fields.setdefault(rule, set()).update(used)
     for rule in module_rules:
         if rule not in used_fields:
             raise ValueError(f"{rule} matches {_rule_fault(rule, layers, layer_rules)}")
@@ -442,9 +441,8 @@ def report(module: nn.Module) -> ModuleReport:
             full_path = f"{path}.{name}" if path else name
             nbytes = 0 if id(value) in earlier_ids else value.nbytes
             earlier_ids.add(id(value))
-            rows.append(
-                ModuleRow(full_path, type(layer).__name__, *_forms(layer, name, value), tuple(value.shape), nbytes)
-            )
+            names = full_path, type(layer).__name__, *_forms(layer, name, value)
+            rows.append(ModuleRow(*names, tuple(value.shape), nbytes))
     return ModuleReport(tuple(rows))
 
 
