@@ -417,9 +417,8 @@ def _exchange_pieces(split: int, concat: int, tiled: bool, wire: Wire, x: Array,
     messages.check_draw_count(wire.spec, pieces.shape[0], pieces[0].size)
     send_key = messages.fold_in_numbers(key, Phase.SEND, 0, wire.axes.rank)
     move = partial(messages.exchange, wire.axes)
-    return messages.join_axis(
-        messages.send_messages(pieces, wire.spec, send_key, jnp.arange(wire.axes.size), move), concat, tiled
-    )
+    arrived = messages.send_messages(pieces, wire.spec, send_key, jnp.arange(wire.axes.size), move)
+    return messages.join_axis(arrived, concat, tiled)
 
 
 def _permute_array(perm: tuple[tuple[int, int], ...], wire: Wire, x: Array, key: Any) -> Array:

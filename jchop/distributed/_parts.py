@@ -266,10 +266,8 @@ def _gather_leaf(leaf: Any, axes: RankAxes, axis: int) -> Any:
         element, ranks = leaf.spec.element, axes.size
         stored, bits = (leaf.qvalue, element.bits) if leaf.places is None else (leaf.places, 1)
         whole_width = packed_size(length, bits) if packs_codes(element) or leaf.places is not None else length
-        if (
-            stored.shape[-1] != whole_width
-        ):  # jax.shard_map cuts leaves, and a QArray keeps the length of its whole last axis
-            length //= ranks
+        # jax.shard_map cuts leaves, and a QArray keeps the length of its whole last axis.
+        length //= ranks if stored.shape[-1] != whole_width else 1
         element_count = length if fmt is None else fmt.kept_shape((*leaf.shape[:-1], length))[-1]
         if element_count * element.bits % 8 or (length * bits) % 8:
             raise ValueError(f"axis={axis}: parts of length {length} do not fill bytes of packed codes")

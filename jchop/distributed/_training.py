@@ -137,19 +137,16 @@ def _feedback_step(
     """The sum over ranks, and the new errors of the pieces sent and of the sum owned."""
     axes, cut = wire.axes, messages.plan_piece_cut(v.shape, wire.spec, wire.axes.size)
     pieces = cut.pieces(messages.vary_over(v, axes)).astype(send_error.dtype) + send_error
-    q = messages.encode_messages(
-        pieces, wire.spec, messages.fold_in_numbers(key, Phase.SEND, 0, axes.rank), jnp.arange(axes.size)
-    )
+    send_key = messages.fold_in_numbers(key, Phase.SEND, 0, axes.rank)
+    q = messages.encode_messages(pieces, wire.spec, send_key, jnp.arange(axes.size))
     new_send_error = pieces - messages.decode_messages(q, pieces.dtype)
     arrived = messages.decode_messages(messages.move_leaves(q, partial(messages.exchange, axes)), pieces.dtype)
     sum_key = messages.fold_in_numbers(key, Phase.SUM, 0, axes.rank)
     piece_sum = messages.sum_in_rank_order(arrived[:, None], wire.accumulate, sum_key, axes.rank[None])[0] + sum_error
     q = messages.encode_piece(wire, piece_sum, key)
     new_sum_error = piece_sum - messages.decode_messages(q, piece_sum.dtype)
-    return cut.join(messages.decode_messages(messages.gather_codes(wire, q, to="invarying"), v.dtype)), (
-        new_send_error,
-        new_sum_error,
-    )
+    total = cut.join(messages.decode_messages(messages.gather_codes(wire, q, to="invarying"), v.dtype))
+    return total, (new_send_error, new_sum_error)
 
 
 # -- few exchanges -----------------------------------------------------------------------------------------------------
@@ -233,9 +230,8 @@ def diloco(inner: Any, outer: Any, every: int) -> Transformation:
 
         def exchange() -> tuple[Any, Any, Any]:
             rank_params = jax.tree.map(_add_in_dtype, params, inner_updates)
-            outer_updates, outer_state = outer.update(
-                jax.tree.map(jnp.subtract, state.anchor, rank_params), state.outer, state.anchor
-            )
+            difference = jax.tree.map(jnp.subtract, state.anchor, rank_params)
+            outer_updates, outer_state = outer.update(difference, state.outer, state.anchor)
             anchor = jax.tree.map(_add_in_dtype, state.anchor, outer_updates)
             change = jax.tree.map(lambda new, old, step: _cast_like(new - old, step), anchor, params, inner_updates)
             return change, anchor, outer_state

@@ -38,9 +38,8 @@ PYCHOP_FUNCTIONS = sorted(set(PYCHOP_METHODS) - set(_METHODS_ALONE.split()))
 #: How many of the last operands are whole numbers, which are not rounded.
 _EXPONENT_COUNTS = {"ldexp": 1}
 #: The options that may follow the operands, also by position.
-_METHOD_OPTIONS = {"diff": ("n",), "round": ("decimals",)} | dict.fromkeys(
-    ("cumprod", "cumsum", "mean", "prod", "std", "sum", "var"), ("axis",)
-)
+_METHOD_OPTIONS = dict.fromkeys(("cumprod", "cumsum", "mean", "prod", "std", "sum", "var"), ("axis",))
+_METHOD_OPTIONS |= {"diff": ("n",), "round": ("decimals",)}
 
 __all__ = PYCHOP_FUNCTIONS  # pyright: ignore[reportUnsupportedDunderAll]
 
@@ -56,9 +55,8 @@ def call_method(chop: Any, name: str, *args: Any, key: Any = None, **options: An
     check(options.pop("decimals", 0) == 0, "decimals must be 0: a binary format has no decimal places")
     function = getattr(math, name)
     rounded_count = count - _EXPONENT_COUNTS.get(name, 0)
-    return chop.compute(
-        lambda *arrays: function(*arrays, **options), operands[:rounded_count], key, exponents=operands[rounded_count:]
-    )
+    rounded, exponents = operands[:rounded_count], operands[rounded_count:]
+    return chop.compute(lambda *arrays: function(*arrays, **options), rounded, key, exponents)
 
 
 def __getattr__(name: str) -> Callable[..., Any]:

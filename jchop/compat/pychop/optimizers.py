@@ -11,9 +11,8 @@ from typing import Any, ClassVar
 from jchop.compat._torch import torch
 from jchop.compat.pychop._quantizers import QUANTIZER_WORDS, class_lookup
 
-_TORCH_OPTIMIZERS = {name: name for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "RMSprop", "SGD")} | {
-    "RMSProp": "RMSprop"
-}
+_TORCH_OPTIMIZERS = {name: name for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "RMSprop", "SGD")}
+_TORCH_OPTIMIZERS["RMSProp"] = "RMSprop"
 _OPTIMIZER_PREFIXES = ("Quantized", "IQuantized")
 
 __all__ = [prefix + name for prefix in _OPTIMIZER_PREFIXES for name in _TORCH_OPTIMIZERS]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -146,9 +146,8 @@ def mixed_post_quantization(
     round_weight = weight_chop or (lambda weight: weight)
     result: Any = post_quantization(model, round_weight, eval_mode, verbose and weight_chop is not None)
     if activation_chop is not None:
-        round_layer_outputs(
-            result, activation_chop, None if dynamic else calibration_data, calibration_method, percentile
-        )
+        data = None if dynamic else calibration_data
+        round_layer_outputs(result, activation_chop, data, calibration_method, percentile)
     return result
 
 
