@@ -131,8 +131,8 @@ SOWN: dict[str, tuple[str, str, str]] = {
     ),
     "`MovingAverage` has its two weights swapped": (
         "jchop/_quantized/products/scales.py",
-        "source.decay * current + (1 - source.decay) * own_range",
-        "(1 - source.decay) * current + source.decay * own_range",
+        "source.decay * state + (1 - source.decay) * own_range",
+        "(1 - source.decay) * state + source.decay * own_range",
     ),
     "`average_params` divides by all steps, not by those that it averages": (
         "jchop/optim/_chain.py",
@@ -191,8 +191,8 @@ SOWN: dict[str, tuple[str, str, str]] = {
     ),
     "`jchop.torch.OptimLP` draws the same bits in every step": (
         "jchop/torch/_optim.py",
-        "fold_ins = (self.steps, leaf.index,",
-        "fold_ins = (0, leaf.index,",
+        "numbers = self.seed, self.steps, leaf.index,",
+        "numbers = self.seed, 0, leaf.index,",
     ),
     "`blame`: the derivative of the output is that at the emulated result alone": (
         "jchop/_insight/reports/blame.py",

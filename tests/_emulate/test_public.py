@@ -86,6 +86,7 @@ TOP: dict[str, Row] = {
     "save": Row(lambda x: jc.save("never.safetensors", {"x": x}), error="save writes"),
     "load": Row(lambda: jc.load(Path("none.safetensors")), (), error=r"none\.safetensors"),
     "load_checkpoint": Row(lambda: jc.load_checkpoint("none.gguf"), (), error=r"none\.gguf"),
+    "encode_checkpoint": Row(lambda x: jc.encode_checkpoint({"x": x}, "plain").tensors["x"]),
     "save_checkpoint": Row(lambda x: jc.save_checkpoint("never", {"x": x}, "plain"), error="save_checkpoint writes"),
     "round_file": Row(lambda: jc.round_file("none.npy", "never.npy", "e5m2"), (), error=r"none\.npy"),
     "compare": Row(jc.compare, error="x is traced: compare looks at numbers"),
@@ -97,8 +98,8 @@ TOP: dict[str, Row] = {
     "to_qwix": Row(lambda x: jc.to_qwix(stored(x)), error="to_qwix|never"),
     "from_qwix": Row(lambda x: jc.from_qwix(x), error="from_qwix|WithAux"),
 }
-#: Public functions that make formats and specs.
-MAKERS = {"parse", "bfp", "p3109", "finfo", "tensor_core", "TENSOR_CORES"}
+#: Public functions that make formats and specs, and the policy of `jax.checkpoint`.
+MAKERS = {"parse", "bfp", "p3109", "finfo", "tensor_core", "TENSOR_CORES", "save_codes"}
 
 ONE = """
     abs angle arccos arcsin arcsinh arctan arctanh cbrt ceil conj cos cosh degrees diff erf erfc exp exp2 expm1 fabs
