@@ -256,14 +256,16 @@ def _warn_of_lost_steps(loop: EmulatedStep) -> None:
         return
     own = [i for i, v in enumerate(test.jaxpr.invars) if v in last.eqn.invars[:2] and not v.aval.shape]
     limits = [v for v in last.eqn.invars if isinstance(v, Literal) and is_carrier_float(v.aval)]
-    if not own or not limits:
+    place = own[0] - loop.eqn.params["cond_nconsts"] if own else -1
+    if place < 0 or not limits:
         return
-    place = own[0] - loop.eqn.params["cond_nconsts"]
     counter = body.jaxpr.invars[place + loop.eqn.params["body_nconsts"]]
     result, limit = body.jaxpr.outvars[place], constant_of(limits[0])
     step = next((one for one in body.steps if one.eqn.outvars[0] is result and one.name in ("add", "sub")), None)
-    steps = [] if step is None else [constant_of(v) for v in step.eqn.invars if isinstance(v, Literal)]
-    if place < 0 or not steps or step.kind != "exact" or step.choice.spec is None or counter not in step.eqn.invars:
+    if step is None or step.kind != "exact" or step.choice.spec is None or counter not in step.eqn.invars:
+        return
+    steps = [constant_of(v) for v in step.eqn.invars if isinstance(v, Literal)]
+    if not steps:
         return
     spec, rises = step.choice.spec, (last.name in ("lt", "le")) is (last.eqn.invars[1] is limits[0])
     if operations.spec_draws(spec) or not np.isfinite(limit):

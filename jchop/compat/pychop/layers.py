@@ -161,4 +161,8 @@ _LAYER_TEXTS = {
     prefix: _LAYER_TEXT.format(", ".join(f"``{name}=``" for name in ("chop", *words.names)))
     for prefix, words in QUANTIZER_WORDS.items()
 }
-__getattr__ = class_lookup(_RoundingLayer, nn, _TORCH_NAMES, _LAYER_TEXTS)
+_class_of_name = class_lookup(_RoundingLayer, nn, _TORCH_NAMES, _LAYER_TEXTS)
+
+
+def __getattr__(name: str) -> Any:  # a function, for type checkers
+    return _class_of_name(name)

@@ -45,4 +45,8 @@ class _RoundingOptimizer(torch.optim.Optimizer):
 
 _OPTIMIZER_TEXT = "`torch.optim.{}` with ``chop=``, a quantizer of its moments; None (default) for none."
 _OPTIMIZER_TEXTS: dict[str, str] = dict.fromkeys(_OPTIMIZER_PREFIXES, _OPTIMIZER_TEXT)
-__getattr__ = class_lookup(_RoundingOptimizer, torch.optim, _TORCH_OPTIMIZERS, _OPTIMIZER_TEXTS)
+_class_of_optimizer = class_lookup(_RoundingOptimizer, torch.optim, _TORCH_OPTIMIZERS, _OPTIMIZER_TEXTS)
+
+
+def __getattr__(name: str) -> Any:  # a function, for type checkers
+    return _class_of_optimizer(name)
