@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -139,18 +139,18 @@ class EncodedCheckpoint:
     def __repr__(self) -> str:
         return f"EncodedCheckpoint(layout={self.layout!r}, {len(self.tensors)} tensors)"
 
-    # -- what is read of files -----------------------------------------------------------------------------------------
+
+class _TensorsInMemory:
+    """Tensors in memory, with what is read of files."""
+
     path = Path("the arrays in memory")
 
-    @property
-    def files(self) -> tuple[EncodedCheckpoint]:
-        """This, as the only file."""
-        return (self,)
-
-    @cached_property
-    def entries(self) -> dict[str, TensorEntry]:
-        """The dtype and shape of each tensor."""
-        return {name: TensorEntry(np.dtype(array.dtype), tuple(array.shape)) for name, array in self.tensors.items()}
+    def __init__(self, checkpoint: EncodedCheckpoint) -> None:
+        self.tensors, self.config, self.metadata = checkpoint.tensors, checkpoint.config, checkpoint.metadata
+        self.files = (self,)
+        self.entries = {
+            name: TensorEntry(np.dtype(array.dtype), tuple(array.shape)) for name, array in self.tensors.items()
+        }
 
     def read(self, name: str) -> np.ndarray:
         """A tensor in the memory of the host."""
@@ -182,8 +182,9 @@ def open_checkpoint(path: Path | EncodedCheckpoint, layout: str) -> Iterator[Che
     """
     check_choice("layout", layout, ("auto", *LAYOUT_NAMES))
     if isinstance(path, EncodedCheckpoint):
-        with place_in_errors(str(path.path), _READ_ERRORS):
-            checkpoint = _SafetensorsCheckpoint(path.path, path, path.layout if layout == "auto" else layout)
+        source = _TensorsInMemory(path)
+        with place_in_errors(str(source.path), _READ_ERRORS):
+            checkpoint = _SafetensorsCheckpoint(source.path, source, path.layout if layout == "auto" else layout)
         yield checkpoint
         return
     gguf = not path.is_dir() and is_gguf(path)

@@ -15,6 +15,7 @@ import numpy as np
 
 from digests import Call
 from digests.common import coarse, f32, files_of, folder, jc
+from digests.face import facts
 
 TREES: dict[str, Any] = {
     "plain": lambda: {"a": jnp.arange(5.0), "b": [jnp.ones((2, 3), jnp.bfloat16), jnp.arange(4, dtype=jnp.int8)]},
@@ -61,7 +62,7 @@ def checkpoint(layout: str, spec: str, **options: Any) -> Any:
 def encoded(layout: str, spec: str) -> Any:
     tree = {"w": {"weight": jc.quantize(f32(coarse("layout", (32, 128))), spec)}, "norm": jnp.arange(8.0)}
     found = jc.encode_checkpoint(tree, layout, names=lambda name: f"m.{name}", config={"a": 1}, exact=False)
-    return dict(found.tensors), found.config, found.metadata, jc.load_checkpoint(found)
+    return facts(found), dict(found.tensors), found.config, found.metadata, jc.load_checkpoint(found)
 
 
 def damaged(cut: int) -> Any:
