@@ -96,9 +96,14 @@ def undefined(page: str, text: str) -> list[str]:
     return found
 
 
+#: Folders that the build of the pages writes.
+GENERATED = ("gallery", "reference")
+
+
 def count() -> list[Counts]:
     """The numbers of each page."""
     pages = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("*/*.md"))]
+    pages = [page for page in pages if page.parent.name not in GENERATED]
     texts = {page: page.read_text(encoding="utf-8") for page in pages if page.name not in LEFT_OUT}
     names = {page: page.relative_to(DOCS if DOCS in page.parents else ROOT).as_posix() for page in texts}
     return [
