@@ -38,7 +38,9 @@ PYCHOP_FUNCTIONS = sorted(set(PYCHOP_METHODS) - set(_METHODS_ALONE.split()))
 #: How many of the last operands are whole numbers, which are not rounded.
 _EXPONENT_COUNTS = {"ldexp": 1}
 #: The options that may follow the operands, also by position.
-_METHOD_OPTIONS = dict.fromkeys(("cumprod", "cumsum", "mean", "prod", "std", "sum", "var"), ("axis",))
+_METHOD_OPTIONS: dict[str, tuple[str, ...]] = dict.fromkeys(
+    ("cumprod", "cumsum", "mean", "prod", "std", "sum", "var"), ("axis",)
+)
 _METHOD_OPTIONS |= {"diff": ("n",), "round": ("decimals",)}
 
 __all__ = PYCHOP_FUNCTIONS  # pyright: ignore[reportUnsupportedDunderAll]
