@@ -182,7 +182,7 @@ def blame(
         >>> low = jc.emulate(lambda x: jnp.sum(x * x) - 4.0, "e4m3")
         >>> found = low.blame(jnp.array([1.1, 2.0]))
         >>> [(row.primitive, round(row.contribution, 4)) for row in found.rows]
-        [('reduce_sum', -0.25), ('argument [0]', 0.0556), ('mul', -0.0156), ('sub', 0.0)]
+        [('reduce_sum', -0.25), ('argument [0]', 0.0556), ('sub', 0.0), ('mul', -0.0156)]
     """
     low, args = emulated_call("low", low, args, kwargs)
     check_instance("output", output, Callable | None, "a function of the result, or None")
