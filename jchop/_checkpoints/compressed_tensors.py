@@ -218,7 +218,7 @@ PACK_ROW = row.LayoutRow(
     _PACK_FITS,
     _PACK_OPTIONAL,
     _PACK_PEEK,
-    False,
+    float_inputs=False,
 )
 
 
@@ -417,13 +417,12 @@ def _same_products(numbers: np.ndarray, factor: Any, scales: np.ndarray) -> bool
         return np.array_equal(stored, exact.astype(np.float32))
 
 
-def _divisor_of_e4m3(quotients: np.ndarray) -> np.float32:
-    """The number d with the ascending quotients fl(s / d) of numbers s of e4m3; ValueError if there is none.
+def _divisor_of_e4m3(few: np.ndarray) -> np.float32:
+    """The number d with the ascending quotients `few` = fl(s / d) of numbers s of e4m3; ValueError if there is none.
 
     The largest quotient is that of one of the numbers of e4m3, so few divisors are possible.
     """
     levels = np.arange(126, 0, -1, dtype=np.uint8).view(row.FLOAT8).astype(np.float32)
-    few = quotients
     if not few.size:
         return np.float32(1)
     with np.errstate(over="ignore", divide="ignore"):
@@ -438,6 +437,7 @@ def _divisor_of_e4m3(quotients: np.ndarray) -> np.float32:
 
 def _write_nvfp4(q: QArray, exact: bool) -> row.WrittenWeight:
     weight = row.pieces(q)
+    xp = row.numpy_of(weight.codes)
     check(
         weight.fmt.element == float4_e2m1fn and weight.kinds == (OWN_SCALE, 16),
         "it is not nvfp4 with groups of 16 along its last axis",
@@ -448,7 +448,7 @@ def _write_nvfp4(q: QArray, exact: bool) -> row.WrittenWeight:
         with np.errstate(over="ignore", divide="ignore"):
             divisor = np.float32(1) / factor
         check(bool(np.isfinite(divisor) and divisor > 0), f"its tensor scale {factor} has no reciprocal")
-        numbers = np.asarray(row.numpy_of(scale).unique(scale.view(np.uint8))).view(row.FLOAT8).astype(np.float32)
+        numbers = np.asarray(xp.unique(scale.view(np.uint8))).view(row.FLOAT8).astype(np.float32)
         with np.errstate(over="ignore"):
             quotients = numbers / divisor
         check(
@@ -459,11 +459,11 @@ def _write_nvfp4(q: QArray, exact: bool) -> row.WrittenWeight:
     else:
         quotients = row.cast_exactly(row.float_scales(weight), np.float32, "scales").view(np.int32)
         used = (weight.codes.reshape(*quotients.shape, 16) & 7).any(-1)  # the others are of zeros under any scale
-        few = np.asarray(row.numpy_of(quotients).unique(quotients[used]))
+        few = np.asarray(xp.unique(quotients[used]))
         divisor = _divisor_of_e4m3(few.view(np.float32))
         table = np.append((few.view(np.float32) * divisor).astype(row.FLOAT8).view(np.uint8), _E4M3_ONE)
-        places = row.numpy_of(quotients).searchsorted(few, quotients)
-        scale = row.numpy_of(used).take(table, row.numpy_of(used).where(used, places, few.size)).view(row.FLOAT8)
+        places = xp.where(used, xp.searchsorted(few, quotients), few.size)
+        scale = xp.take(table, places).view(row.FLOAT8)
     parts = {"weight_packed": row.pack_bits(weight.codes, 4), "weight_scale": scale}
     facts = row.weight_arguments(weight, "float", True) | {
         "strategy": "tensor_group",

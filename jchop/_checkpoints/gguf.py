@@ -20,7 +20,7 @@ from jchop._checkpoints.layouts import nvfp4_array_of_one, offset_array
 from jchop._common.checks import check, place_in_errors
 from jchop._common.files import MOST_ENTRIES, RegularFile, open_regular_file, short_text
 from jchop._storage._array import QArray
-from jchop._storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping
+from jchop._storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping, over_elements
 from jchop.formats import IntegerFormat
 from jchop.formats.scaled.catalogue import mxfp4
 
@@ -377,7 +377,7 @@ def _level_array(nibbles: np.ndarray, scale: np.ndarray) -> QArray:
     """Levels of IQ4 times scales, as integers of 8 bits."""
     kinds = _row_kinds(nibbles, scale)
     codes = _IQ4_LEVELS[nibbles]
-    codes = np.where(row.over_elements(scale < 0, kinds, codes.shape), -codes, codes)
+    codes = np.where(over_elements(scale < 0, kinds, codes.shape), -codes, codes)
     return row.integer_array(codes.view(np.uint8) ^ np.uint8(128), np.abs(scale), None, 8, kinds)
 
 

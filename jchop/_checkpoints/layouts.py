@@ -17,7 +17,7 @@ from jchop._checkpoints.compressed_tensors import integer_array_by_index, only_r
 from jchop._common.checks import check, place_in_errors
 from jchop._common.files import json_object, short_text
 from jchop._storage._array import QArray
-from jchop._storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping, grouping_fields
+from jchop._storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping, grouping_fields, over_elements
 from jchop._storage._files.safetensors import are_counts
 from jchop.formats import IntegerFormat, ScaledFormat
 from jchop.formats._catalogue import float8_e4m3fn
@@ -206,7 +206,7 @@ def _read_mlx(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
     codes = row.codes_from_words(words, bits, words.shape[1] * 32 // bits)
     kinds = row.kinds_from(codes.shape, scale.shape)
     most, below = (1 << bits) - 1, scale < 0
-    codes = np.where(row.over_elements(below, kinds, codes.shape), most - codes, codes).astype(np.uint8)
+    codes = np.where(over_elements(below, kinds, codes.shape), most - codes, codes).astype(np.uint8)
     exact = low.astype(np.float64) + np.where(below, most * scale.astype(np.float64), 0)  # |s| (most - u) + this
     low = row.cast_exactly(exact, np.float32, "offsets of scales below zero")
     return offset_array(codes, np.abs(scale), low, IntegerFormat(bits, signed=False), kinds)

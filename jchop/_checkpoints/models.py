@@ -126,10 +126,8 @@ class _ModelTensor(NamedTuple):
         layout, stack = param_layout(layer, self.kind, self.key)
         shape = tuple(value.shape)
         if packed is not None:
-            shape, stack = (
-                (*shape[: value.ndim - len(packed.codes_shape)], *packed.shape),
-                value.ndim - len(packed.codes_shape),
-            )
+            stack = value.ndim - len(packed.codes_shape)
+            shape = (*shape[:stack], *packed.shape)
         is_weight = self.kind.parameters[self.key] == "weight"
         if is_weight and (self.kind.operation == "conv" or _keeps_batch(layer)):
             raise ValueError(

@@ -15,7 +15,14 @@ from jchop._common.checks import check
 from jchop._common.files import short_text
 from jchop._spec.spec import Spec
 from jchop._storage._array import QArray
-from jchop._storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping, axis_groupings, grouping_fields
+from jchop._storage._axis_groupings import (
+    OWN_SCALE,
+    WHOLE_AXIS,
+    AxisGrouping,
+    axis_groupings,
+    grouping_fields,
+    over_elements,
+)
 from jchop._storage._codes import batch_axes, load_codes, spec_of_part, store_codes
 from jchop._storage._files.safetensors import TensorEntry
 from jchop.formats import ElementFormat, IntegerFormat, ScaledFormat
@@ -153,14 +160,6 @@ def kinds_from(shape: Sequence[int], scales: Sequence[int], block: Sequence[int]
         + (f"groups of {list(sizes)}" if block else "blocks of a known size" if unsure else "equal groups"),
     )
     return kinds
-
-
-def over_elements(values: np.ndarray, kinds: Sequence[AxisGrouping], shape: Sequence[int]) -> np.ndarray:
-    """One value for each group, repeated for its elements; axes of length 1 are left to broadcasting."""
-    for axis, (kind, n) in enumerate(zip(kinds, shape, strict=True)):
-        if kind not in (OWN_SCALE, WHOLE_AXIS):
-            values = np.repeat(values, int(kind), axis).take(range(n), axis)
-    return values
 
 
 def as_scales(scale: np.ndarray, shape: Sequence[int]) -> np.ndarray:

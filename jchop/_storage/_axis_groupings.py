@@ -122,6 +122,14 @@ def scale_shape_of(kinds: Sequence[AxisGrouping], shape: Sequence[int]) -> tuple
     )
 
 
+def over_elements(values: np.ndarray, kinds: Sequence[AxisGrouping], shape: Sequence[int]) -> np.ndarray:
+    """One value for each group, repeated for its elements; axes of length 1 are left to broadcasting."""
+    for axis, (kind, n) in enumerate(zip(kinds, shape, strict=True)):
+        if kind not in (OWN_SCALE, WHOLE_AXIS):
+            values = np.repeat(values, int(kind), axis).take(range(n), axis)
+    return values
+
+
 def reshape_groupings(
     kinds: Sequence[AxisGrouping], old: Sequence[int], new: Sequence[int]
 ) -> tuple[AxisGrouping, ...] | None:

@@ -14,7 +14,14 @@ from jchop._round.arguments import has_tracer
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import as_spec
 from jchop._storage._array import QArray
-from jchop._storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping, axes_from_end, axis_groupings
+from jchop._storage._axis_groupings import (
+    OWN_SCALE,
+    WHOLE_AXIS,
+    AxisGrouping,
+    axes_from_end,
+    axis_groupings,
+    over_elements,
+)
 from jchop._storage._codes import CARRIER_FORMATS, batch_axes, spec_of_part
 from jchop._storage._quantize import dequantize, quantize
 from jchop.formats import ElementFormat, ScaledFormat
@@ -57,7 +64,7 @@ def cast_qarray(q: QArray, to: Any) -> QArray:
     first, lost = scale, np.ones(scale.shape, bool)
     for other in (scale, smaller, *(most / level for level in levels[levels > 0].tolist())):
         scale = np.where(lost & (other > 0), other, scale)
-        elements = numbers / _spread(scale, kinds, x.shape) + _spread(zeros(scale), kinds, x.shape)
+        elements = numbers / over_elements(scale, kinds, x.shape) + over_elements(zeros(scale), kinds, x.shape)
         lost = _most_in_groups(np.asarray(round_to_format(elements, fmt.element)) != elements, kinds)
         if not lost.any():
             break
@@ -93,7 +100,7 @@ def _scales_of_elements(q: QArray) -> np.ndarray:
     batch = batch_axes(q.spec, q.shape, q.scale)
     for factor in rest:
         scale = scale * factor.astype(np.float64).reshape(*factor.shape, *(1,) * (q.ndim - factor.ndim))
-    return _spread(scale, axis_groupings(fmt, q.ndim, batch), q.shape)
+    return over_elements(scale, axis_groupings(fmt, q.ndim, batch), q.shape)
 
 
 def _stored_scales(scale: np.ndarray, fmt: ElementFormat) -> np.ndarray:
@@ -114,11 +121,4 @@ def _most_in_groups(values: np.ndarray, kinds: tuple[AxisGrouping, ...]) -> np.n
     for axis, (kind, n) in enumerate(zip(kinds, values.shape, strict=True)):
         if kind != OWN_SCALE and n:
             values = np.maximum.reduceat(values, range(0, n, n if kind == WHOLE_AXIS else int(kind)), axis)
-    return values
-
-
-def _spread(values: np.ndarray, kinds: tuple[AxisGrouping, ...], shape: tuple[int, ...]) -> np.ndarray:
-    for axis, (kind, n) in enumerate(zip(kinds, shape, strict=True)):
-        if kind != OWN_SCALE:
-            values = np.repeat(values, n if kind == WHOLE_AXIS else int(kind), axis).take(range(n), axis)
     return values
