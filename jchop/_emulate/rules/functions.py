@@ -392,8 +392,15 @@ def _call_at(jaxpr: Any, place: int, function: NamedFunction) -> tuple[Any, int]
     operands = [v for v in jaxpr.eqns[place].invars if len(function.operands) > 1 or not isinstance(v, Literal)]
     if len(operands) != len(function.operands) or not _have_dtypes(operands, function.operands):
         return None
-    avals = tuple((v.aval.shape, v.aval.dtype, getattr(v.aval, "weak_type", False)) for v in operands)
-    known = _equations_of(function, avals)
+    shapes = [v.aval.shape for v in operands]
+    if jaxpr.eqns[place].primitive.name == "custom_jvp_call":  # under `jax.vmap` operands may have other shapes
+        whole = jaxpr.eqns[place].outvars[0].aval.shape
+        if _broadcast_shape(shapes) != whole:
+            return None
+        shapes = [whole] * len(shapes)
+    avals = (v.aval for v in operands)
+    kinds = ((shape, aval.dtype, getattr(aval, "weak_type", False)) for shape, aval in zip(shapes, avals, strict=True))
+    known = _equations_of(function, tuple(kinds))
     if known is None:
         return None
     end = place + len(known)
@@ -427,6 +434,13 @@ def _have_dtypes(operands: Sequence[Any], names: Sequence[str]) -> bool:
         if not (is_integer if name != "float32" else dtype == first or (is_integer and isinstance(v, Literal))):
             return False
     return True
+
+
+def _broadcast_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+    try:
+        return np.broadcast_shapes(*shapes)
+    except (TypeError, ValueError):  # sizes that are known at run time, or that differ
+        return None
 
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:
@@ -465,10 +479,27 @@ def _are_made_by(eqns: Sequence[Any], function: NamedFunction) -> bool:
     It is in the traceback of the last one, or within the program that this calls, which `jax.vmap` changes. The
     equations of a function that JAX compiles in place have the traceback of the call.
     """
-    python = function.function.func if isinstance(function.function, partial) else function.function
-    code = getattr(inspect.unwrap(python), "__code__", None)
-    inner = [eqn for program in programs_of(eqns[-1]) for eqn in program.eqns[-1:]]
-    tracebacks = [eqn.source_info.traceback for eqn in (*eqns, *inner)]
-    frames: list[Any] = [None if traceback is None else traceback.raw_frames() for traceback in tracebacks]
+    code, frames = _code_of(function), list(map(_frames_of, [*eqns, *_last_inner_equations(eqns[-1])]))
     is_inlined = len(eqns) > 1 and all(each == frames[0] for each in frames[: len(eqns)])
     return None not in frames and (any(code in codes for codes, _ in frames[len(eqns) - 1 :]) or is_inlined)
+
+
+@lru_cache(maxsize=64)
+def _code_of(function: NamedFunction) -> Any:
+    """The Python code of a function; a `jax.numpy.ufunc` has none, so it is that in which its equations are made."""
+    python = function.function.func if isinstance(function.function, partial) else function.function
+    if (code := getattr(inspect.unwrap(python), "__code__", None)) is not None:
+        return code
+    known = _equations_of(function, tuple(((), dtype, False) for dtype in function.operands)) or ()
+    frames = [_frames_of(eqn) for outer in known for eqn in _last_inner_equations(outer)]
+    codes = (code for each in frames if each is not None for code in each[0])
+    return next((code for code in codes if code.co_name == function.name), None)
+
+
+def _last_inner_equations(eqn: Any) -> list[Any]:
+    return [inner for program in programs_of(eqn) for inner in program.eqns[-1:]]
+
+
+def _frames_of(eqn: Any) -> Any:
+    traceback = eqn.source_info.traceback
+    return None if traceback is None else traceback.raw_frames()
