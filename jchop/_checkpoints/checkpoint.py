@@ -76,7 +76,7 @@ class Checkpoint(ABC):
         items: the arrays by name.
         unread: why some of them cannot be read, as far as it is known before they are read.
         config: the fields of ``config.json``; empty if there is none.
-        dtype: of floats that are not quantized, and of QArrays; None for those of the file.
+        dtype: of floats that are not quantized, and of QArrays; None for the dtypes of the file.
     """
 
     path: Path
@@ -305,11 +305,11 @@ def load_checkpoint(
 
     In a model of Flax NNX, the layer of a packed weight becomes the one of `jchop.nn` that `jchop.nn.quantize` makes
     with ``mode="ptq"``, under a rule with the spec of the file. So `jchop.nn.add_lora`, `jchop.save` and
-    `jchop.nn.report` take it as any other. Names and orientations are those of `jchop.save_checkpoint`.
+    `jchop.nn.report` take it as any other. Names and orientations are as `jchop.save_checkpoint` writes them.
 
     Args:
         path: a safetensors file, a folder with ``model.safetensors`` or ``model.safetensors.index.json`` and possibly
-            ``config.json``, or a GGUF file. Or what `jchop.encode_checkpoint` gives, or arrays by name, which are read
+            ``config.json``, or a GGUF file; or the result of `jchop.encode_checkpoint`; or arrays by name, to be read
             in the memory of the host.
         layout: ``"compressed-tensors"``, ``"gptq"``, ``"gptq_v2"``, ``"awq"``, ``"fp8"`` (DeepSeek),
             ``"bitsandbytes"``, ``"llm_int8"``, ``"torchao"``, ``"modelopt"``, ``"mlx"``, ``"mxfp4"`` (gpt-oss),
@@ -326,8 +326,8 @@ def load_checkpoint(
             Default: none.
         strict: whether an array that cannot be read is an error. With False it is left out, and a warning
             (RuntimeWarning) names it. Default True.
-        dtype: to which floats that are not quantized are rounded, to nearest even, also those of `like`; and the dtype
-            of QArrays: float16, bfloat16, float32 or float64. Default: that of the file, or of `like`.
+        dtype: of floats that are not quantized, also in `like`, and of QArrays: float16, bfloat16, float32 or float64.
+            The floats are rounded to nearest even. Default: the dtype in the file, or in `like`.
 
     Returns:
         JAX arrays and QArrays by name, such as ``"model.layers.0.mlp.up_proj.weight"``; or a new model or tree like

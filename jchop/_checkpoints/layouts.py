@@ -453,7 +453,7 @@ def _read_int4(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
 def offset_array(
     codes: np.ndarray, scale: np.ndarray, zero: np.ndarray, element: IntegerFormat, kinds: list[AxisGrouping]
 ) -> QArray:
-    """The numbers s e + z; under a scale of zero the codes become those of zero."""
+    """The numbers s e + z. Under a scale of zero all codes become the code of zero."""
     codes, scale = row.replace_zero_scales(codes, scale, kinds, np.uint8(0))
     fmt = ScaledFormat(element, scale=row.SCALE_FORMATS[scale.dtype], zero_point="float", **grouping_fields(kinds))
     return row.qarray_of_codes(codes, scale, zero, fmt)

@@ -141,7 +141,7 @@ class _ModelTensor(NamedTuple):
         return _FileForm(layout, shape, (math.prod(free), inside), stack, packed)
 
     def places(self) -> list[tuple[str, tuple[int, ...]]]:
-        """The names of its tensors; of those of a stack also their indexes."""
+        """The names of its tensors, each with its indexes in a stack; ``()`` without a stack."""
         form, shape = self._form, self.variable.get_value().shape
         stack = self.name.count("*") if form is None else form.stack
         check(

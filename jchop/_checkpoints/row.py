@@ -1,4 +1,4 @@
-"""`LayoutRow`: one way to store a quantized weight in named tensors, as two pure functions; and what rows share."""
+"""`LayoutRow`: one way to store a quantized weight in named tensors, as two pure functions; and shared helpers."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def is_matrix(tensor: TensorEntry | np.ndarray, dtype: np.dtype | None = None) -
 
 
 def look_for_matrix(part: str, dtype: np.dtype | None = None, each: int = 1, **beside: np.dtype) -> LookForShape:
-    """What gives the shape of a weight that is a matrix in one tensor.
+    """Makes the function that finds the shape of a weight, which is a matrix in one tensor.
 
     Args:
         part: the tensor.

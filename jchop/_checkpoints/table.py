@@ -1,4 +1,4 @@
-"""`LAYOUTS`: the table of layouts. Each finds the weights among the tensors of files, and names what it writes."""
+"""`LAYOUTS`: the table of layouts. A layout finds weights among the tensors of files, and names tensors to write."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class CheckpointLayout:
     Args:
         name: as the callers write it.
         rows: the ways in which a weight may be stored; the first that fits applies.
-        config: makes the ``quantization_config`` of what was written, from the facts of each module and the modules
+        config: makes the ``quantization_config`` of a written model, from the facts of each module and the modules
             that were not quantized.
         records: whether facts are in the metadata of the files, and not in the configuration.
         activations: whether the configuration says how inputs are rounded.

@@ -68,7 +68,7 @@ class WriteOptions:
             fails.
         others: files that are copied into a folder, unless it has one of that name. Default: none.
         progress: function of a name, the bytes that are done, and the total.
-        gguf_keys: of a GGUF file. Default: those of the model of `config`, if llama.cpp knows it, else the fewest.
+        gguf_keys: of a GGUF file. Default: the keys of the model of `config`, if llama.cpp knows it, else the fewest.
     """
 
     layout: str
@@ -293,7 +293,7 @@ def _layout_bytes(layout: str, nbytes: int, shape: tuple[int, ...], quantized: b
 
 @dataclass
 class LayoutRecord:
-    """What is known of the arrays that were written, in JSON.
+    """The facts about the arrays that were written, in JSON.
 
     Args:
         rows: the row and the facts of each quantized weight by name.
@@ -499,7 +499,7 @@ def save_checkpoint(
 ) -> None:
     """Writes arrays and QArrays, or the parameters of a model, in the layout of another program.
 
-    `jchop.load_checkpoint` reads it. A parameter of a model of Flax NNX is named by the path of its layer: that of
+    `jchop.load_checkpoint` reads it. A parameter of a Flax NNX model is named by the path of its layer: the weight of
     ``model/layers/0/up`` is ``model.layers.0.up.weight``. The kernel of a `flax.nnx.Linear`, (in, out), is written as
     (out, in). Embeddings and scales of norms are ``weight``, too. A layer at several paths is written once, by its
     first.
@@ -551,7 +551,7 @@ def encode_checkpoint(
     """The tensors that `jchop.save_checkpoint` writes, as JAX arrays, for a program that takes them from memory.
 
     The arrays have the bits of the file, and stay on the devices of `tree`. So an engine can take the weights of each
-    step of training. The result is a pytree, so it may be that of `jax.jit` if the spec alone decides the form. Numbers
+    step of training. The result is a pytree. `jax.jit` may return it if the spec alone decides the form. Numbers
     decide it for NVFP4, integer zero points, and scales whose dtype must change. `jchop.load_checkpoint` reads it.
 
     Args:

@@ -32,7 +32,7 @@ from jchop.study._run import DATASETS, FORMATS, MODES, ProgressBar, run
 
 @contextlib.contextmanager
 def imports_from_here() -> Iterator[None]:
-    """Has imports find modules of the current folder: those of a function's module, and those that it makes itself."""
+    """Has imports find modules of the current folder: the module of a function, and the modules that it imports."""
     here = os.getcwd()
     sys.path.insert(0, here)
     try:
@@ -49,7 +49,7 @@ def load_function(option: str, text: str) -> Callable[..., Any]:
 
     Args:
         option: name of the argument of the command, for errors.
-        text: what was given.
+        text: the argument as it was written.
 
     Raises:
         ValueError: for a text of another form, a name that cannot be imported, or an object that is no function.

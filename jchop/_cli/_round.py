@@ -303,7 +303,7 @@ class _RoundingSummary:
             self._errors[name] = max(self._errors[name], float(errors.max(initial=0.0)))
 
     def as_dict(self) -> dict[str, Any]:
-        """The statistics; overflows are those of finite numbers, by their result, not finite or finite."""
+        """The statistics. Finite numbers beyond the range are counted by their result: not finite, or finite."""
         return {"changed": self._counts["changed"]} | self._errors | self._counts
 
     def text(self, shape: tuple[int, ...]) -> str:

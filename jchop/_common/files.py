@@ -56,7 +56,7 @@ class RegularFile(ExitStack):
         file_size: its bytes when it was opened.
 
     Raises:
-        OSError, ValueError: as `open_regular_file`, and those of `read_header`.
+        OSError, ValueError: as `open_regular_file`, and as `read_header`.
     """
 
     def __init__(self, path: Path, read_header: Callable[[], object], name: str = "") -> None:

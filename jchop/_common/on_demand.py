@@ -12,7 +12,7 @@ from jchop._common.checks import close_names_hint
 
 
 def load_name(module: str, name: str) -> Any:
-    """What a module that is loaded when first used has under a name."""
+    """An attribute of a module that is loaded when first used."""
     return getattr(import_module(module), name)
 
 
@@ -36,7 +36,7 @@ def on_demand(
         package: its name.
         modules: the names of its modules.
         names: for each other module the names that the package has from it.
-        elsewhere: for names that users try, what to write instead.
+        elsewhere: for names that users try, the text to write instead.
 
     Raises:
         AttributeError: by the first function, for a name that the package has not.

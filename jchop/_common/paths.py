@@ -5,7 +5,7 @@ A path is a sequence of parts, between slashes or dots: ``blocks/0/mlp``, ``bloc
 ``*`` stands for any characters, ``?`` for one, ``[ab]`` and ``[!ab]`` for one of these and for another one, and
 ``{query,key}`` for one of these texts; ``**`` as a part stands for any number of parts. With ``/`` in front the path
 begins there, with ``/`` at the end it ends there, and ``/`` alone is the path without parts. A term with ``!`` in front
-excludes what it matches.
+excludes its matches.
 
 A path matches a pattern if one of its terms does, or if all terms exclude, and no excluding one does. ``*`` alone
 matches every path.
@@ -98,7 +98,7 @@ def _regex_error(argument: str, pattern: Any, terms: list[Any]) -> str:
 
 
 def matches_path(pattern: str, *paths: str) -> bool:
-    """Whether a pattern matches what has a path, or several: then a term needs to match only one of them.
+    """Whether a pattern matches a path; of several paths, a term needs to match only one.
 
     Example:
         >>> matches_path("blocks/*/mlp", "encoder.blocks.0.mlp.dense"), matches_path("mlp", "mlp2")

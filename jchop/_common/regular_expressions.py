@@ -15,7 +15,7 @@ _Tokens = tuple[str, ...]
 
 
 def is_regular_expression(text: str) -> bool:
-    """Whether a term has what regular expressions have, and patterns do not.
+    """Whether a term has syntax that regular expressions have, and patterns do not.
 
     Example:
         >>> [is_regular_expression(text) for text in (".*mlp.*", "(q|k)_proj", "*mlp*", "0.{mu,nu}.**.kernel")]

@@ -45,8 +45,8 @@ def table_lines(
         align: one of < (left) and > (right) for each column. Default: all left.
         width: the most characters of a line. A wider table first loses columns, named in a last line; then the longest
             of its texts on the left are cut in the middle. Default None: any number.
-        optional: the names of the columns that may be left out: those without any value, then the first one first.
-        whole: what has all columns, for the last line.
+        optional: the names of the columns that may be left out: first columns without any value, then in this order.
+        whole: the call that gives all columns, for the last line.
 
     Example:
         >>> table_lines([("name", "bits"), ("e5m2", "8")])

@@ -1,7 +1,7 @@
 """`jchop.probe`: the arithmetic of any matrix product, found from its results.
 
 Sums are probed by large numbers that cancel: a small number that is added between M and -M is lost. The number of lost
-ones tells which products are summed together (FPRev: Xie et al., USENIX ATC 2025). The other probes are those of Fasi,
+ones tells which products are summed together (FPRev: Xie et al., USENIX ATC 2025). The other probes are by Fasi,
 Higham, Mikaitis and Pranesh, PeerJ Computer Science 7:e330, 2021.
 """
 

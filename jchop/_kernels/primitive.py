@@ -128,7 +128,7 @@ def make_op(
         gpu: a kernel for NVIDIA GPUs of compute capability 8.0 and more; or several, the preferred one first.
         single: the result is one array; else a tuple of arrays.
         like_first: the result has the shape and the dtype of the first array, so its type needs no trace of the body.
-        results: of the types of the arrays and the static keywords, those of the results, so that these need no trace.
+        results: gives the types of the results from the types of the arrays and the static keywords, without a trace.
         by_backend: the body has a keyword `backend`. It is `ONE_CPU` in programs for one CPU, except under vmap, and
             absent in others.
         no_inline: in programs for one CPU, the body is not fused with the operations around it. This is for bodies that

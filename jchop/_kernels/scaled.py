@@ -319,7 +319,7 @@ def dense_of(spec: Spec, x: Array) -> tuple[Spec, Array, Array | None]:
 def code_and_scale_shapes(spec: Spec, shape: Sequence[int]) -> tuple[Any, ScaleArrays, Any]:
     """The results of `quantize_scaled` for an array of `shape`, as `jax.ShapeDtypeStruct`.
 
-    The codes are those of all numbers; a format with `sparse` has the same scales and zero points.
+    The codes are for all numbers. A format with `sparse` has the same scales and zero points.
     """
     fmt, bits = _require_byte_codes(spec), _require_scaled_format(spec).bits
     row = (*shape[:-1], packed_size(shape[-1] if shape else 1, bits))

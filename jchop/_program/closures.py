@@ -62,7 +62,7 @@ class _MayChangeError(Exception):
 def reachable_objects(*roots: Any) -> tuple[Any, ...] | None:
     """Every object that functions reach, in a fixed order; None if one may change unseen.
 
-    Objects of classes may, and what modules with state give: the environment, the clock, random numbers.
+    Objects of classes may, and results of modules with state: the environment, the clock, random numbers.
 
     Args:
         roots: functions and other objects that a call depends on.

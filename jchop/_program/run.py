@@ -28,7 +28,7 @@ from jchop._program.stopped_loops import COMPARISONS
 
 
 class Planner:
-    """Makes plans. A table of rules is a subclass; it defines the facts about values, and those of an unknown one."""
+    """Makes plans. A table of rules is a subclass; it defines the facts about values, and about an unknown one."""
 
     no_facts: Any = None
 

@@ -1,4 +1,4 @@
-"""The arithmetic of a sum of products: the roundings, the order of the additions, and those of tensor cores.
+"""The arithmetic of a sum of products: the roundings, the order of the additions, and the sums of tensor cores.
 
 Throughout, P and A are the roundings of products and of accumulator values, and the K products of one output element
 are a_k b_k, k = 0 ... K-1.

@@ -531,7 +531,7 @@ register_export(QArray, "jchop.QArray")
 
 
 def named_sharding_of(like: Any) -> NamedSharding | None:
-    """The sharding of an array, or of its shape and dtype; one of an abstract mesh is that of the current mesh.
+    """The sharding of an array, or of its shape and dtype. An abstract mesh must be the current mesh, and becomes it.
 
     Raises:
         ValueError: for an abstract mesh that is not the current one.

@@ -156,7 +156,7 @@ class GroupExtremes:
     def of(
         cls, shape: Sequence[int], cut: ChunkCut, fmt: ScaledFormat | None, read: Callable[[Chunk], np.ndarray]
     ) -> Self | None:
-        """Those of an array whose chunks `read` gives; None if no group spans chunks."""
+        """The extremes of an array whose chunks `read` gives; None if no group spans chunks."""
         if fmt is None or not cut.needs_extremes:
             return None
         assert cut.axis is not None
@@ -201,7 +201,7 @@ class GroupExtremes:
 def quantize_chunk(
     x: np.ndarray, spec: Spec, key: Any, offset: Any, chunk: Chunk, extremes: GroupExtremes | None
 ) -> QArray:
-    """The codes of a chunk, as they are among those of the whole array.
+    """The codes of a chunk, equal to its codes in the whole array.
 
     If chunks share scales, these come from the chunk with the extremes prepended. A stochastic rounding then has its
     draws in place: without the extremes.
@@ -391,7 +391,7 @@ _NUMBER_CLASSES = {"finite": np.isfinite, "inf": np.isinf, "nan": np.isnan}
 
 
 def fates_of(exact: np.ndarray, result: np.ndarray) -> Counter[str]:
-    """How many elements are not finite before or after, by what became of them.
+    """How many elements are not finite before or after the rounding, by kind of change.
 
     Example:
         >>> dict(fates_of(np.array([np.nan, np.inf, -np.inf, 1.0]), np.array([7.0, np.inf, -np.inf, 1.0])))

@@ -84,7 +84,7 @@ def check_code_dtype(codes: Codes, fmt: formats.ElementFormat) -> None:
     """Refuses numbers in the place of codes, as arithmetic on the leaves of a QArray makes them.
 
     Raises:
-        ValueError: for a dtype of another size than that of codes.
+        ValueError: for a dtype of another size than the dtype of codes.
     """
     own = code_dtype(fmt)
     if codes.dtype == jax.dtypes.float0:
@@ -410,7 +410,7 @@ def _range_end_codes(fmt: formats.ElementFormat) -> tuple[np.ndarray, np.ndarray
 
 
 def codes_at_ends(q: Any) -> np.ndarray | None:
-    """Whether each code of a `QArray` is that of the largest or the lowest value of its format, or an infinity.
+    """Whether each code of a `QArray` is the code of the largest or the lowest value of its format, or of an infinity.
 
     None if the codes have more than 16 bits.
     """

@@ -420,7 +420,7 @@ def _is_random_key(leaf: Any) -> bool:
 
 
 def leaves_by_name(tree: Any, kinds: Any = QArray) -> list[tuple[str, tuple[Any, ...], Any]]:
-    """The name, path and value of each leaf; what is of these classes is a leaf."""
+    """The name, path and value of each leaf; an object of these classes is a leaf."""
     refuse_qarray_dicts("tree", tree)
     leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, kinds))[0]
     if tree is None or (leaves and not leaves[0][0]):

@@ -196,7 +196,7 @@ def _move_as_bits(leaf: Array, function: Callable[[Array], Array]) -> Array:
 def send_messages(
     messages: Array, spec: Spec, key: Array | None, indexes: Any, move: Callable[[Array], Array], dtype: Any = None
 ) -> Array:
-    """The numbers that arrive in `dtype` (that of the messages), if codes are moved by `move`."""
+    """The numbers that arrive, if `move` moves their codes, in `dtype`. Default: the dtype of the messages."""
     q = move_leaves(encode_messages(messages, spec, key, indexes), move)
     return decode_messages(q, messages.dtype if dtype is None else dtype)
 
@@ -297,7 +297,7 @@ def stages_of(algorithm: Any, axes: RankAxes) -> tuple[RankAxes, ...] | None:
     """The axes of each exchange of a sum; None for the ring.
 
     Raises:
-        ValueError: for another algorithm, or axes that are not those of the hierarchy.
+        ValueError: for another algorithm, or axes that differ from the axes of the hierarchy.
     """
     if isinstance(algorithm, Hierarchical):
         if {algorithm.inner, algorithm.outer} != set(axes.names):

@@ -150,7 +150,7 @@ def why_wide(layer: str, quantizable: bool, rule: Rule | None, role: str | None,
         quantizable: whether the class can be quantized.
         rule: the rule of the layer.
         role: the field of a rule for the parameter; None if there is none.
-        effective: what the rule rounds in this layer.
+        effective: the rule with the roundings that it does in this layer.
     """
     if rule is None:
         return "no rule matches"
@@ -309,7 +309,7 @@ class LayerCall:
         method: the name of the method: ``"attend"`` of an Embed, else ``"__call__"``.
         args: its arguments.
         kwargs: its arguments by keyword.
-        result: what it gave.
+        result: its result.
     """
 
     path: str
@@ -319,7 +319,7 @@ class LayerCall:
     result: Any
 
     def of(self, layers: Mapping[str, Any]) -> Any:
-        """What another layer gives for the same call; `layers` has it by its path."""
+        """The result of another layer for the same call; `layers` has it by its path."""
         return getattr(layers[self.path], self.method)(*self.args, **self.kwargs)
 
 
@@ -335,7 +335,7 @@ def weight_ratio(module: Any, kind: NnxKind, rule: Rule | None) -> float:
 
 
 def watch_layer_calls(model: nnx.Module, paths: Iterable[str], see: Callable[[LayerCall], Any]) -> tuple[Any, set[str]]:
-    """A copy of a model, whose layers return what `see` says of their calls, and the layers whose calls cannot be seen.
+    """A copy of a model, whose layers return `see` of each call, and the layers whose calls cannot be seen.
 
     Those are called within a transformation of JAX, which hands out no arrays, or are stacks, called layer by layer.
     They are added in calls of the copy.
@@ -365,7 +365,7 @@ def watch_layer_calls(model: nnx.Module, paths: Iterable[str], see: Callable[[La
 def record_layer_calls(
     model: nnx.Module, run: Callable[[Any], Any], paths: Iterable[str], probes: Sequence[Array] | None = None
 ) -> tuple[Any, list[LayerCall], set[str]]:
-    """What `run` gives for a copy of the model, the calls of its layers, and the layers whose calls cannot be kept.
+    """The result of `run` for a copy of the model, the calls of its layers, and the layers whose calls cannot be kept.
 
     Args:
         model: a model, which is not changed.

@@ -1,4 +1,4 @@
-"""What the transformations share: checks of arguments, keys for leaves, rounding of leaves, sums rounded once.
+"""Helpers that the transformations share: checks of arguments, keys for leaves, rounding of leaves, sums rounded once.
 
 Numbers may be traced, as by `optax.inject_hyperparams`; then their values are not checked.
 """
@@ -171,7 +171,7 @@ def map_with_keys(
     """The next step's key, and `function(key, leaf, ...)` for every leaf, each with a separate key.
 
     Raises:
-        TypeError, ValueError: that of `function`, after the path of the leaf.
+        TypeError, ValueError: as `function` raises it, after the path of the leaf.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     others = [structure.flatten_up_to(other) for other in rest]
@@ -298,7 +298,7 @@ def is_float_leaf(leaf: Any) -> bool:
 def owner_index(path: tuple[Any, ...], leaf: Any, owners: list[tuple[Any, Any]]) -> int | None:
     """The index of the owner of a leaf of a state, among leaves with their paths; None if it has none.
 
-    An owner has the shape of the leaf, and a path with which that of the leaf ends; of several, the longest.
+    An owner has the shape of the leaf, and its path is the end of the leaf's path; of several, the longest.
     """
     fitting = [
         (len(name), place)

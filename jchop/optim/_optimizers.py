@@ -261,7 +261,7 @@ def adamw_split() -> None:
     a float32 master copy and float32 moments it needs 16. Parameters of other dtypes train without a byte. A step below
     2^-17 of its parameter has no effect.
 
-    The state is a pair: that of `quantize_state`, and that of `compensate`.
+    The state is a pair: the states of `quantize_state` and of `compensate`.
 
     References:
         FlashOptim, arXiv 2602.23349.

@@ -257,7 +257,7 @@ def _shape_before_rows(leaf: QArray | PackedRows) -> tuple[int, ...] | None:
 
 
 def rows_sharding(leaf: QArray | PackedRows, sharding: NamedSharding) -> NamedSharding:
-    """The sharding of the rows of a packed leaf, from that of its array."""
+    """The sharding of the rows of a packed leaf, from the sharding of its array."""
     spec = entries_after_reshape(tuple(sharding.spec), parts_of_axes(sharding), leaf.shape, leaf_codes(leaf).shape)
     return sharding.update(spec=jax.P(*spec))
 

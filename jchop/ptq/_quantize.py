@@ -1,4 +1,4 @@
-"""`pack_with_data`: the parameters of a function packed, rounded by what data show of the inputs of its products."""
+"""`pack_with_data`: packs the parameters of a function, rounded by statistics of the inputs of its products."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def multiply_add_and_round(
 ) -> Array:
     """`x * y + z`, its exact value rounded once; arguments as for `multiply_and_round`.
 
-    Zeros are those of `add_and_round`.
+    Zeros are as in `add_and_round`.
     """
     product = product_range(xr, yr)
     if _product_is_exact(xr, yr, carrier) and product.top <= carrier.bias + 1:

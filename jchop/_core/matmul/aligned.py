@@ -329,7 +329,7 @@ def fused_add_limbs(
 
     Args:
         c: float32 accumulators.
-        x: the left factor of each product of a block; its shape and that of `y` broadcast to that of `c`.
+        x: the left factor of each product of a block; `x` and `y` broadcast to the shape of `c`.
         y: the right factors.
         unit: the arithmetic.
         word: random words, if the accumulator draws.

@@ -110,7 +110,7 @@ def check_matmul(spec: MatmulSpec, dtype: Any, allow_scales: bool = False) -> No
 
     Args:
         spec: the arithmetic.
-        dtype: that of the operands.
+        dtype: of the operands.
         allow_scales: whether the operands may have a scaled format. Default False.
 
     Raises:

@@ -98,9 +98,9 @@ def decode_elements(codes: Array, fmt: formats.ElementFormat, carrier: Carrier, 
 
 
 def decode_magnitude(codes: Array, fmt: formats.FloatFormat, carrier: Carrier) -> Array:
-    """The magnitude bits of the values of codes; those of NaN are above infinity. Arguments as for `decode_elements`.
+    """The magnitude bits of the values of codes; NaN has bits above infinity. Arguments as for `decode_elements`.
 
-    In few operations where the bits of a code are the first bits of its value, as those of bfloat16 in float32.
+    In few operations where the bits of a code are the first bits of its value, as for bfloat16 in float32.
     """
     if not _is_prefix_of_carrier(fmt, carrier):
         return bit_ops.split_sign(decode_elements(codes, fmt, carrier), carrier)[1]

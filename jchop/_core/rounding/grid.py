@@ -154,7 +154,7 @@ def carrier_holds(spec: Spec, carrier: Carrier) -> bool:
 
 
 def x64_remedy(able: Sequence[str]) -> str:
-    """What an error says after a cast to one of these carriers, if that is float64 and JAX has no float64 now."""
+    """The end of an error that advises a cast to these carriers: float64 is off, if it is the first one."""
     missing = able[0] == "float64" and not jax.config.jax_enable_x64  # type: ignore[attr-defined]
     return "; JAX arrays are float64 only with jax_enable_x64, which is off" * missing
 

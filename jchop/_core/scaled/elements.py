@@ -267,7 +267,7 @@ class BlockScales:
 
 
 def are_in_safe_range(scales: BlockScales, plan: ScaledPlan) -> Array:
-    """Whether each scale, and that of the tensor if there is one, is in the safe range, and none is NaN."""
+    """Whether each scale, and the tensor's scale if there is one, is in the safe range, and none is NaN."""
     low, high, compute = -SAFE_EXPONENT, SAFE_EXPONENT, plan.compute
     if not plan.is_power:
         low, high = ((exponent + compute.bias) << compute.fraction for exponent in (low, high))
@@ -373,7 +373,7 @@ def round_scales(
         ends: magnitude bits, one array for each divisor.
         tensor: magnitude bits of the tensor's scale, if the rule has one; then there is one divisor.
         plan: the plan.
-        divisors: Default None: those of the rule.
+        divisors: Default None: the divisors of the rule.
     """
     pairs = zip(ends, plan.divisors if divisors is None else divisors, strict=True)
     if tensor is None:

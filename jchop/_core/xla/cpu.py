@@ -26,7 +26,7 @@ a plain program:
 * `maximum_loses_nan`: The maximum of many numbers, one of them NaN, is a number, and may be less than one that precedes
   the NaN.
   Workaround: A sum tells whether all numbers are finite (`_largest_magnitude` in `_core/scaled/elements.py`,
-  `optim/_chain.py`), or the maximum is that of the bits (`_emulate/rules/functions.py`).
+  `optim/_chain.py`), or the maximum is taken of the bits (`_emulate/rules/functions.py`).
 * `selected_float8_changes_nan`: `where` of float8 converts to float16 and back: a NaN loses its sign and its payload.
   Workaround: Codes are selected as integers (`_select_leaf` in `optim/_chain.py`).
 * `signalling_nan_becomes_quiet`: An operation on bfloat16 makes a signalling NaN quiet where nothing should change.
@@ -86,7 +86,7 @@ a plain program:
   Workaround: Barriers between the stages (`_barrier_unless_nearest` in `_core/matmul/operations.py`,
   `_scales_of_ranges` in `_core/scaled/zero_points.py`). Places among nodes in memory (`interp` in `math/_composed.py`),
   and the mean in a variance (`math/_reductions.py`).
-* `known_results_computed_by_compiler`: The compiler computes what depends on constants only, slowly.
+* `known_results_computed_by_compiler`: The compiler computes results of constants alone, slowly.
   Workaround: A barrier before the first state is packed (`pack_by_plan` in `optim/_pack.py`).
 """
 

@@ -7,7 +7,7 @@ that are not compiled `tests/_kernels/test_compile.py`, for a GPU that is not th
   are no multiples of 4, so XLA multiplies by a Triton kernel, in steps of 16; the unit's steps are of 32.
   Workaround: `pad_to_whole_words`: zeros fill up the sum to a multiple of 16, so that cuBLAS can be chosen.
 * `float8_without_tiles_at_highest_precision`: A product of float8 with `Precision.HIGHEST` is not compiled by Triton in
-  tiles of 64 rows or more, those of the units for float8.
+  tiles of 64 rows or more, as the units for float8 have them.
   Workaround: `dot_precision`: HIGH, with which cuBLAS does not sum in fewer bits either.
 * `float8_of_pallas_without_units`: In a kernel of Pallas-Triton a product of float8 with float32 sums is one of float16
   on the H200: Pallas asks for exact sums, and its public names cannot ask for others.

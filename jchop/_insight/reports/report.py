@@ -58,7 +58,7 @@ class PlacedRow:
 
 
 def emulated_call(name: str, fun: Any, args: tuple[Any, ...], kwargs: Any) -> tuple[EmulatedFunction, tuple[Any, ...]]:
-    """An emulated function and its arguments; those of a method begin with its object."""
+    """An emulated function and its arguments; the arguments of a method begin with its object."""
     fun, args = unbind_method(fun, args)
     check_instance(name, fun, EmulatedFunction, "a function that jchop.emulate returned")
     if not args and not kwargs:

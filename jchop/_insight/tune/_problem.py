@@ -99,10 +99,10 @@ class TuningSite:
         path: their scope, and by equation the primitive; ``"/"`` is the scope outside of all.
         pattern: of the rule.
         equations: their number.
-        results: the count of results, those of all turns of scans.
+        results: the count of results, with all turns of scans.
         bits: the bits of a result in the carrier.
         pairs: their scopes and primitives.
-        sums: those of sums.
+        sums: the scopes and primitives of sums.
     """
 
     path: str

@@ -59,7 +59,7 @@ def is_spec_traceable(spec: Spec | None) -> bool:
 def format_row(spec: Spec) -> np.ndarray:
     """A format as int64[5]: precision, smallest exponent, bits of the largest value, and the bits of results beyond it.
 
-    The last two are the magnitude of a finite value beyond the largest one, and that of an infinity.
+    The last two are the results of a finite value beyond the largest one, and of an infinity.
     """
     fmt = spec.format
     assert isinstance(fmt, FloatFormat)

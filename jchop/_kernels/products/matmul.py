@@ -205,7 +205,7 @@ def add_aligned_block(
     Args:
         sums: c, and the total if the order promotes.
         lhs: significand and exponent of the left factor of each product.
-        rhs: those of the right factors.
+        rhs: likewise, of the right factor.
         plan: the arithmetic.
         draw: the random words of the tile, if it draws.
         block: int32 scalar.

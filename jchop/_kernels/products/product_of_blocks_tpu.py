@@ -42,7 +42,7 @@ def tpu_product_of_blocks(
         w: (batch, n, k), likewise.
         parts: of each operand the scales and the zero points, (batch, rows, blocks), or (batch, rows, 1) if they are
             one along the sum.
-        names: what they are, of "x_scale", "w_scale", "x_zero", "w_zero".
+        names: the name of each part, of "x_scale", "w_scale", "x_zero", "w_zero".
         block: the length of a block, a power of two.
         dtype: of the result.
         apart: used by the body only.

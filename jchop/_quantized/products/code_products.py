@@ -1,4 +1,4 @@
-"""Products of codes beside those of matrices: convolutions, rows by experts, and packed weights."""
+"""Products of codes beside products of matrices: convolutions, rows by experts, and packed weights."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class ConvGeometry:
         return tuple(max((size - span) // step + 1, 0) for size, span, step in every)
 
     def backward(self, space: Sequence[int], places: Sequence[int]) -> ConvGeometry:
-        """That of the derivative with respect to the image: of the gradient as an image under the mirrored kernel."""
+        """The geometry of the derivative by the image: the gradient as an image under the mirrored kernel."""
         padding = []
         for n, size, k, step, (low, _), gap, kernel_gap in zip(
             space, self.windows(space, places), places, self.strides, self.padding, self.image_gaps, self.kernel_gaps,
@@ -370,7 +370,7 @@ class ExpertSums(MatrixSums):
         return lax.fori_loop(0, self.experts, add_expert, start)
 
     def left(self, rows: Array) -> Array:
-        """Of a row, and zero for those of no expert."""
+        """The values of rows as a column, with zero for rows of no expert."""
         return jnp.where(self.inside, rows, jnp.zeros((), rows.dtype))[:, None]
 
     def right(self, rows: Array) -> Array:

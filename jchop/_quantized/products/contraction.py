@@ -74,7 +74,7 @@ class ProductRoundings:
 
     @property
     def specs(self) -> tuple[Spec | None, ...]:
-        """Those of all operands."""
+        """The specs of all operands, forward and backward."""
         return self.left, self.right, self.gradient, self.input_gradient, self.weight_gradient
 
     @property
@@ -89,7 +89,7 @@ class ProductRoundings:
 
     @property
     def backward(self) -> bool:
-        """Whether the backward products differ from those of the rounded operands in the carrier."""
+        """Whether the backward products differ from the products of the rounded operands in the carrier."""
         return any(self.specs[2:]) or self.matmul is not None
 
     def rotation_of(self, which: Which) -> Hadamard | None:
@@ -133,7 +133,7 @@ class ProductRoundings:
 
 
 class OperandForms(NamedTuple):
-    """What a product is given beside its operands x and w.
+    """The inputs of a product beside its operands x and w.
 
     Args:
         key: a typed key if any rounding is stochastic. It is split into one for each rounding and each product.

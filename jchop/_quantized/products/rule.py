@@ -325,7 +325,7 @@ def multiplies_codes(rule: Rule) -> bool:
 
 
 def is_stochastic(spec: Spec | None) -> bool:
-    """Whether a rounding, or that of its cotangent, draws random bits."""
+    """Whether a rounding, or the rounding of its cotangent, draws random bits."""
     if spec is None:
         return False
     backward = spec.gradient.round
@@ -396,7 +396,7 @@ def rule_of_entry(cls: Any, pattern: str, value: Any) -> Any:
 
 
 def refuse_idle_rules(idle: Sequence[Any], what: str, paths: Iterable[str], advice: str = "") -> None:
-    """Refuse rules that match nothing, if there are any; the error says what they could match."""
+    """Refuse rules that match nothing, if there are any; the error names paths that they could match."""
     if idle:
         hint = nearest_paths_hint([rule.path for rule in idle], paths)
         names = ", ".join(map(str, idle))

@@ -52,12 +52,12 @@ _QWIX_NOISE = {"uniform": ":stochastic", "low_bit_uniform": ":stochastic_b:rando
 
 
 def fields_of_qwix(rules: Any, scale: str | None = None, adapters: bool = False) -> list[Fields]:
-    """The fields of rules that do what rules of qwix do, in their order.
+    """The fields of rules with the effect of rules of qwix, in their order.
 
     Args:
         rules: rules, dicts with the same fields, or dicts around them.
         scale: the format of scales; None for binary32.
-        adapters: whether the fields are those of rules for adapters (`jchop.nn.LoraRule`).
+        adapters: whether the rules are for adapters (`jchop.nn.LoraRule`).
     """
     read = _qwix_adapters if adapters else partial(_qwix_rule, scale=scale)
     if isinstance(rules, Mapping):
@@ -230,7 +230,7 @@ def _take(config: Fields, name: str, default: Any = None) -> Any:
 
 
 def fields_of_hf(config: Any) -> list[Fields]:
-    """The fields of rules that round what a model of Hugging Face has in few bits; the first that matches applies."""
+    """The fields of rules for a configuration of Hugging Face with few bits; the first that matches applies."""
     config = config.to_dict() if hasattr(config, "to_dict") else config
     check_instance("quantization_config", config, Mapping, "a dict, or have a method to_dict")
     if config.get("quantization_config") is not None:

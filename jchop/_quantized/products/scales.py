@@ -346,7 +346,7 @@ def kl_divergence(counts: np.ndarray, bin_count: int, levels: int) -> float:
     """The information lost, in nats, if the first bins of a histogram are kept and merged to a few levels.
 
     It is the Kullback-Leibler divergence of P, the kept bins with all that lies beyond added to the last, from Q, in
-    which the occupied bins of each level share evenly what the level holds.
+    which the occupied bins of each level share its count evenly.
 
     Args:
         counts: of each bin.
@@ -370,8 +370,8 @@ def kl_divergence(counts: np.ndarray, bin_count: int, levels: int) -> float:
 def entropy_threshold(counts: np.ndarray, levels: int) -> float:
     """The end, in bins, of the range that loses the least when it is rounded to a few levels.
 
-    The first bin counts as much as the second one: what lies next to zero, and is often zero, becomes zero whatever the
-    end, and as many as a ReLU makes would outweigh all others.
+    The first bin counts as much as the second one. Numbers next to zero, and often zero, become zero whatever the
+    end. The many zeros of a ReLU would outweigh all other numbers.
 
     Args:
         counts: of each bin.

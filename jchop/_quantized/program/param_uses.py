@@ -36,9 +36,9 @@ class ParamUse:
             order.
         cuts: the slices of it that were taken before.
         why: why it has no scales for this use; empty if it may have.
-        axes: the parts of each axis of what is added to data.
+        axes: the parts of each axis of the value that is added to data.
 
-    If `kind` is ``"product"`` and there is no `view`, a product reads what the primitive has computed from it.
+    If `kind` is ``"product"`` and there is no `view`, a product reads a value that the primitive computes from it.
     """
 
     leaf: int
@@ -58,7 +58,7 @@ class ParamUse:
 
     @property
     def is_opaque(self) -> bool:
-        """Whether a product reads what is computed of a parameter, without its axes."""
+        """Whether a product reads a value that is computed from a parameter, without its axes."""
         return self.kind == "product" and self.view is None
 
     @property
@@ -138,7 +138,7 @@ class ProvenancePlanner(Planner):
     def plan(
         self, closed: Any, known: Sequence[Any], scope: str = "", constants: Sequence[Any] | None = None
     ) -> ProgramPlan:
-        """The plan of a jaxpr. An equation whose frames are all of libraries has the source of what holds it."""
+        """The plan of a jaxpr. An equation with frames of libraries alone has the source of the equation around it."""
         before = self._outer_source, self._last_source, self._name
         self._outer_source = self._last_source
         try:
@@ -147,7 +147,7 @@ class ProvenancePlanner(Planner):
             self._outer_source, self._last_source, self._name = before
 
     def common(self, knowns: Iterable[provenance.Provenance | None]) -> provenance.Provenance:
-        """What is known of values each of which is one of several; `data_changes` has parameters that data replace."""
+        """The provenance of a value that is one of several; `data_changes` has parameters that data replace."""
         facts = [known or provenance.NO_PROVENANCE for known in knowns]
         both = provenance.merge_provenance(facts)
         if not both.data:
@@ -166,7 +166,7 @@ class ProvenancePlanner(Planner):
         return 1
 
     def step(self, eqn: Any, env: dict[Any, provenance.Provenance], scope: str, number: int) -> ProductStep:
-        """What becomes of one equation."""
+        """The step of one equation, with the uses of parameters in it."""
         name = eqn.primitive.name
         facts = tuple(self.read(v, env) for v in eqn.invars)
         source = self._last_source = source_line_of(eqn.source_info, self._outer_source)

@@ -61,7 +61,7 @@ class ParamOrigin:
 
 @dataclass(frozen=True)
 class Provenance:
-    """What is known of a value.
+    """The facts about a value that follow from its origin.
 
     Args:
         data: whether its numbers depend on the arguments that are no parameters.
@@ -96,7 +96,7 @@ def param_provenance(leaf: int, shape: Sequence[int]) -> Provenance:
 
 
 def merge_provenance(facts: Sequence[Provenance]) -> Provenance:
-    """What is known of a value that is one of several, as one that `select_n` chooses."""
+    """The facts about a value that is one of several, as one that `select_n` chooses."""
     if any(fact.data for fact in facts):
         return replace(FROM_DATA, opaque_uses=opaque_uses_of(facts))
     origins: dict[int, ParamOrigin] = {}
@@ -115,12 +115,12 @@ def opaque_uses_of(facts: Sequence[Provenance]) -> tuple[Any, ...]:
 
 
 def unstack_provenance(fact: Provenance) -> Provenance:
-    """What is known of one of a stack, along its first axis."""
+    """The facts about one value of a stack, along its first axis."""
     return replace(fact, origins=tuple(replace(o, axes=o.axes[1:]) for o in fact.origins))
 
 
 def stack_provenance(fact: Provenance) -> Provenance:
-    """What is known of a stack of values."""
+    """The facts about a stack of values."""
     return replace(fact, origins=tuple(replace(o, axes=((), *o.axes)) for o in fact.origins))
 
 
@@ -130,7 +130,7 @@ def stack_provenance(fact: Provenance) -> Provenance:
 def move_origin(
     name: str, params: dict[str, Any], origin: ParamOrigin, shape: Sequence[int], out: Sequence[int]
 ) -> ParamOrigin | None:
-    """The origin of what a primitive makes of a value of `shape`; None if its axes are not those of the parameter."""
+    """The origin of the result of a primitive for a value of `shape`; None if its axes are not the parameter's."""
     axes = _move_axes(name, params, origin.axes, tuple(shape), tuple(out))
     is_intact = origin.is_intact and name in MOVE_PRIMITIVES and name not in ("rev", "dynamic_update_slice")
     broadcasts = len(out) > len(shape) or math.prod(out) > math.prod(shape)
@@ -239,7 +239,7 @@ def _reshape_axes(
 
 
 def distribute_factors(axes: Sequence[AxisFactors], old: Sequence[int], new: Sequence[int]) -> list[AxisFactors] | None:
-    """The parts of some axes over new ones, from the fastest; the slowest takes what is left."""
+    """The parts of some axes over new ones, from the fastest; the slowest takes the rest."""
     if [n for n in old if n != 1] == [n for n in new if n != 1]:
         rest = iter([parts for parts, n in zip(axes, old, strict=True) if n != 1])
         return [() if n == 1 else next(rest) for n in new]
@@ -379,7 +379,7 @@ class MatrixLayout:
         return batch, contracting, free
 
     def lay(self, x: Array) -> Array:
-        """A parameter, or what has its shape or another with its numbers in their order, as matrices."""
+        """A parameter as matrices; or an array of its shape, or with its numbers in their order."""
         return x.reshape(self.sizes).transpose(*self._order).reshape(self.matrices)
 
     def back(self, matrices: Array) -> Array:
@@ -419,5 +419,5 @@ class WeightRotation:
         return self.rotation.rotate(x)
 
     def gram(self, x: Array) -> Array:
-        """Means of x y^T of inputs, (batch, contracting, contracting), as those of rotated ones."""
+        """Means of x y^T of rotated inputs, (batch, contracting, contracting), from the means of the inputs."""
         return self.inputs(self.inputs(x).swapaxes(1, 2)).swapaxes(1, 2)

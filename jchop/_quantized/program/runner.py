@@ -42,7 +42,7 @@ class QuantizedRunner(Runner):
     """Products under rules.
 
     Args:
-        roundings: of each product that has any but those of its weights, by the identity of its step.
+        roundings: of each product that rounds more than its weights, by the identity of its step.
         paths: of the parameters, for messages.
     """
 
@@ -119,7 +119,7 @@ class QuantizedRunner(Runner):
         return add_lora_delta(adapter, part, side, x, y, None if seeds is None else seeds.turn(part.number, 1).key)
 
     def enter(self, step: ProductStep, seeds: Keys | None, args: list[Any], inner: Interpret) -> list[Any]:
-        """The results of a step that holds programs; those of a plain call may be parameters that have moved."""
+        """The results of a step that holds programs; the results of a plain call may be parameters that have moved."""
         if step.name in PLAIN_CALLS:
             inner = partial(interpret, _InlineRunner(self))
         return super().enter(step, seeds, args, inner)
@@ -261,7 +261,7 @@ class ScaleStateRunner(QuantizedRunner):
         plain: the products without kept scales.
         slots: of products, by the identity of their steps.
         entries_of_scan: of each scan the names that have an entry for each iteration.
-        entries: by name. A range that `calibrate` may fix and that is missing is that of the array itself.
+        entries: by name. Without a range that `calibrate` may fix, the range of the array itself is used.
         mode: ``"fixed"``: entries stay. ``"update"``: `updates` has those after the call. ``"observe"``: `updates` has
             the arrays themselves, which are not rounded.
     """
@@ -331,7 +331,7 @@ class ScaleStateRunner(QuantizedRunner):
         return out[:count]
 
     def scan(self, step: ProductStep, turn: ScanTurn, start: Any, xs: Any, order: ScanOrder) -> tuple[Any, Any]:
-        """A loop carries entries, and gives and stacks those of single iterations."""
+        """A loop carries entries, and returns the entries of single iterations as stacks."""
         rows = {name: self.entries[name] for name in self.entries_of_scan.get(id(step), ()) if name in self.entries}
         carried, updated_names = self._carried_entries(step, rows)
 

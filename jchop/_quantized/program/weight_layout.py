@@ -45,7 +45,7 @@ class WeightLayout:
     Args:
         spec: along the axes of `shape`.
         shape: of the rounded array, without the axes of a stack; it has the parameter's numbers in their order.
-        ndim: how many axes the parameter has, without those of a stack in front. Each array of a stack is rounded by
+        ndim: how many axes the parameter has, without the axes of a stack in front. Each array of a stack is rounded by
             itself.
         rotation: the rotation of the parameter before it is rounded (`rotate`), which `round` and `pack` leave to the
             caller; None for none.
@@ -67,7 +67,7 @@ class WeightLayout:
         return map_over_stack(stack, lambda arrays, *keys: run(*arrays, *keys), arrays, *keys)
 
     def round(self, x: Array, key: Array | None = None, gradient_key: Array | None = None) -> Array:
-        """A parameter, or one of a stack, rounded; straight-through, but for what the spec does to its cotangent."""
+        """A parameter, or one of a stack, rounded; straight-through, but for the spec's changes to its cotangent."""
         rounded = self._map(lambda v, *keys: round_in_layout(None, v, self.spec, *keys), x, key, gradient_key)
         return reshape(rounded, x.shape)
 

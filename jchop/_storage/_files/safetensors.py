@@ -197,7 +197,7 @@ def place_tensors(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
 
 
 def header_of(entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> bytes:
-    """The bytes of a file before its tensors; arguments and errors are those of `TensorWriter`."""
+    """The bytes of a file before its tensors; arguments and errors are as in `TensorWriter`."""
     check(_METADATA_KEY not in entries, f"no tensor can have the name {_METADATA_KEY!r}")
     fields: dict[str, Any] = {_METADATA_KEY: dict(metadata)} if metadata else {}
     for name, entry in entries.items():

@@ -11,7 +11,7 @@
 * ``flip`` flips one bit of the significand, with probability ``p``.
 * Random numbers: an object's n-th call draws from the key of the words (random_state, n). There is no global seed, and
   all calls draw different bits. Within a trace of JAX pass ``key=``.
-* Functions (``ch.sin``, ``pychop.sin(x, ch)``) are those of `jchop.math`: operands are rounded, and sums and products
+* Functions (``ch.sin``, ``pychop.sin(x, ch)``) are from `jchop.math`: operands are rounded, and sums and products
   are rounded at every step (Pychop adds in full precision). Arguments outside of a domain give NaN or infinity, not an
   error. Functions of tensors have no gradient.
 * ``Chopi`` has 2^bits codes also without ``symmetric`` (Pychop: half of them), and chooses a scale for each array;

@@ -3,7 +3,7 @@
 Differences from Pychop: ``"percentile"`` is a percentile of the magnitudes (Pychop cuts a share off the range).
 ``"kl_divergence"`` compares with the rounded distribution (Pychop with the clipped one). ``"mse"`` also tries small
 ranges. A norm is folded only if no other layer reads the output of the convolution. Outputs of all layers are rounded
-(Pychop: of convolutions, linear layers and three activations); of several outputs the first, which is that of recurrent
+(Pychop: of convolutions, linear layers and three activations); of several outputs only the first, as of recurrent
 layers and attention.
 """
 

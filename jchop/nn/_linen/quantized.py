@@ -1,6 +1,6 @@
 """`Quantized`: a module of Linen whose program runs under rules, whatever the classes of its layers.
 
-What a program does not show is one interceptor in the traced call: results of modules, norms under rules of their own,
+One interceptor in the traced call does the rest: results of modules, norms under rules of their own,
 and caches of keys and values.
 """
 
@@ -116,7 +116,7 @@ def module_calls(
 
 
 class NormRounding(NamedTuple):
-    """A norm whose rule decides norms alone, and so rounds what no product takes: its scale and its input.
+    """A norm whose rule decides norms alone. It rounds its scale and its input, which no product takes.
 
     Args:
         number: of its rule.

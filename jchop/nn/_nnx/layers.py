@@ -164,14 +164,14 @@ def nnx_layers(model: nnx.Module) -> Iterator[tuple[str, Any, NnxKind | None]]:
 
 
 class NnxLayerRule(NamedTuple):
-    """A layer of a model, and what rules say for it.
+    """A layer of a model, and its rule.
 
     Args:
         entry: the layer.
         kind: its row of `NNX_KINDS`.
         numbers: the rules that match it, by number; all say the same.
         rule: its rule, as given; None if none matches.
-        effective_rule: what that rule rounds in this layer.
+        effective_rule: that rule with the roundings that it does in this layer.
     """
 
     entry: ModuleEntry
@@ -208,7 +208,7 @@ def _rule_for_norm(rule: Rule) -> Rule:
 
 
 def entry_parameters(entry: ModuleEntry) -> dict[str, nnx.Variable]:
-    """The parameters of a module by name, without those of modules below it."""
+    """The parameters of a module by name, without the parameters of modules below it."""
     return {name: value for name, value in entry.variables.items() if isinstance(value, nnx.Param | QuantizedParam)}
 
 

@@ -34,7 +34,7 @@ class ModuleEntry:
         module: the module.
         keys: of each path that leads to it, the names of attributes and the indexes. One that leads through the module
             itself is none.
-        variables: its variables by their paths below it, without those of modules below.
+        variables: its variables by their paths below it, without the variables of modules below.
     """
 
     module: nnx.Module

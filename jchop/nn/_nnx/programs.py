@@ -132,7 +132,7 @@ def _refuse_method_attributes(module: Any, path: str) -> None:
 
 
 def calibrate_program(model: Any, method: str, combine: str) -> Callable[[], None]:
-    """Make a model of which the program is quantized note its data; what is returned ends that, and fixes ranges."""
+    """Make a model with a quantized program record its data. Call the result to stop that and to fix ranges."""
     observer = ScaleCalibration(method, combine)
     if not hasattr(model, _SCALES_ATTRIBUTE):
         setattr(model, _SCALES_ATTRIBUTE, nnx.data(ProgramScales(Scales({}, {}))))

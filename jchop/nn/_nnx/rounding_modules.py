@@ -1,6 +1,6 @@
 """Small modules that round in a layer, and that Flax's layers call in place of Flax's functions; scales that are state.
 
-A module holds its specs, and if they are stochastic a stream of keys: state of the model like that of a dropout.
+A module holds its specs, and if they are stochastic a stream of keys: state of the model, as in a dropout layer.
 Other modules have no state, so a checkpoint fits the model with and without them; their layers hold them as static
 attributes, which costs `flax.nnx.jit` less than modules.
 """
@@ -420,7 +420,7 @@ class RoundedPromotion(RoundingModule):
         packed_params: names of those that are stored, and their forms.
         stream: of keys.
         place: for errors.
-        codes: whether a product takes the codes of what is stored.
+        codes: whether a product takes the codes of stored parameters.
     """
 
     def __init__(

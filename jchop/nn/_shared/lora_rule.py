@@ -173,7 +173,7 @@ def _low_rank_factors(matrix: np.ndarray, rule: LoraRule) -> tuple[np.ndarray, n
 
 
 def add_adapter_output(y: Array, x: Array, a: Array, b: Array, axis: Sequence[int], rule: LoraRule) -> Array:
-    """The result y of a layer that sums over `axis` of x, with what an adapter adds."""
+    """Adds the output of an adapter to the result y of a layer that sums over `axis` of x."""
     sum_axes = sorted(i % x.ndim for i in axis)  # as Flax sums, in whatever order they are given
     a = a.reshape(*(x.shape[i] for i in sum_axes), a.shape[-1])
     projection = jnp.tensordot(x, a, (sum_axes, list(range(len(sum_axes)))))

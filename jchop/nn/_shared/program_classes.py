@@ -1,4 +1,4 @@
-"""What models of NNX and Equinox share: modes, packing, and classes whose methods run under the rules of a model."""
+"""Helpers for models of NNX and Equinox: modes, packing, and classes whose methods run under the rules of a model."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ class ProgramPart:
         return model
 
     def refuse_state(self, what: str) -> None:
-        """Refuse to run the part without what the model alone has.
+        """Refuse to run the part without the state that the model alone has.
 
         Raises:
             ValueError: that names the part.
@@ -285,7 +285,7 @@ def _compute_methods(plain: type, base: type) -> dict[str, Callable[..., Any]]:
 
 
 def is_plain_flax_layer(layer: Any, cls: type, base: type) -> bool:
-    """Whether a layer computes what its class of Flax does: no method of the class or the layer has been replaced.
+    """Whether a layer computes as its class of Flax does: no method of the class or the layer has been replaced.
 
     Args:
         layer: the layer.
@@ -326,7 +326,7 @@ def method_inputs(
 
     Raises:
         TypeError: for arguments that are neither a tuple nor a dict.
-        ValueError: for a name that is neither that of a method nor of an argument of the call.
+        ValueError: for a name that is neither a method nor an argument of the call.
     """
     if inputs is None:
         return {}

@@ -59,7 +59,7 @@ class AdaptableModel:
     Args:
         model: it.
         inputs: example arguments.
-        fun: what runs the parameters.
+        fun: the function of the parameters.
         rngs: NNX: the streams of keys.
         key: for the first values of A.
     """
@@ -104,7 +104,7 @@ class AdaptableModel:
         return (adapter_name(path),)
 
     def originals(self, original: Any) -> dict[str, tuple[Any, Any]]:
-        """Parameters before they were packed, with their layouts if these are not those of the targets."""
+        """Parameters before they were packed, with their layouts if these differ from the layouts of the targets."""
         return {path: (leaf, None) for path, leaf in leaves_by_path(original).items()}
 
     def put(self, leaves: Iterable[tuple[str, Any]], unpacked: Sequence[str] = ()) -> Any:

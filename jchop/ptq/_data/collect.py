@@ -29,7 +29,7 @@ _ROWS_PER_PRODUCT = 1024
 
 
 class InputSums(NamedTuple):
-    """Sums over the rows x (tokens) of the matrices of a product; y are those of the other trajectory.
+    """Sums over the rows x (tokens) of the matrices of a product; y are the rows of the other trajectory.
 
     Args:
         gram: of x x^T, (batch, summed, summed).
@@ -147,7 +147,7 @@ class Collector(Runner):
     is one sample in all of them.
 
     Args:
-        lanes: what runs each trajectory; the sums are those of the last one, and beside it of the first.
+        lanes: the runner of each trajectory; the sums are of the last one, and beside it of the first.
         roundings: of the products of the last one.
         sites: the products.
         leaves: the indexes of the parameters whose inputs are summed up.
@@ -271,7 +271,7 @@ class Collector(Runner):
     # -- loops and branches --------------------------------------------------------------------------------------------
 
     def scan(self, step: Any, turn: ScanTurn, start: Any, xs: Any, order: ScanOrder) -> tuple[Any, Any]:
-        """A loop: the sums of stacked parameters are those of each turn, those of others run through the turns."""
+        """A loop: stacked parameters have sums for each turn; the sums of others run through the turns."""
         stacked_leaves = scanned_leaves(step)
         window = self._window if stacked_leaves & self.leaves else None
 
@@ -316,7 +316,7 @@ class Collector(Runner):
         return state[0], ys
 
     def switch(self, index: Any, branches: Sequence[Callable[[Any], Any]], operands: Any) -> Any:
-        """A branch: all trajectories take that of the last one, so that their values can be compared."""
+        """A branch: all trajectories take the branch of the last one, so that their values can be compared."""
 
         def collected(run: Callable[[Any], Any], values: Any) -> Any:
             return self._collected(partial(run, values))

@@ -190,7 +190,7 @@ class Port:
 
 
 def factor_assignments(node: GraphNode, label: FactorLabel, place: int, is_result: bool) -> FactorAssignments:
-    """The factors that the values of a node may have, if one of them has those of `label`.
+    """The factors that the values of a node may have, if one of them has the factors of `label`.
 
     Args:
         node: the node.

@@ -101,7 +101,7 @@ class ProgramGraph:
 
     Args:
         parameters: by index.
-        places: of the sites, in the order of the program; without those of convolutions in groups.
+        places: of the sites, in the order of the program, without convolutions in groups.
     """
 
     parameters: dict[int, GraphValue] = field(default_factory=dict)

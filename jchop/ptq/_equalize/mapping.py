@@ -1,4 +1,4 @@
-"""Parameters mapped by statistics: what the factors are, where they go, and what there is to report."""
+"""Parameters mapped by statistics: the factors, their places, and the facts for the report."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def smooth_factors(step: Smooth, members: Sequence[ChannelWeight], count: int) -
 
 
 def awq_factors(step: Awq, members: Sequence[ChannelWeight], count: int, units: int) -> tuple[np.ndarray, list[str]]:
-    """The factors of least error at the outputs, and what was chosen in each unit.
+    """The factors of least error at the outputs, and the choice in each unit.
 
     Args:
         step: the grid.
@@ -180,7 +180,7 @@ def _factor_losses(
 
 @dataclass
 class MappingRecord:
-    """What mappings did.
+    """The record of mappings.
 
     Args:
         methods: the names of the steps that were taken for a weight, by its index.
@@ -512,7 +512,7 @@ class InputFactors:
         return x * self.layout.lay(jnp.broadcast_to(self.factors, self.layout.shape))[:, :, 0].astype(x.dtype)
 
     def gram(self, x: Array) -> Array:
-        """Means of x y^T of inputs, (1, summed, summed), as those of multiplied ones."""
+        """Means of x y^T of multiplied inputs, (1, summed, summed), from the means of the inputs."""
         return self.inputs(self.inputs(x).swapaxes(1, 2)).swapaxes(1, 2)
 
 

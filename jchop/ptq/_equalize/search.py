@@ -1,4 +1,4 @@
-"""Which parameters take up the factors of channels, or their rotation, so that the function stays what it is.
+"""Which parameters take up the factors of channels, or their rotation, so that the function stays the same.
 
 For a rotation, a label with power 1 says that the channels of a value are multiplied by an orthogonal matrix, along the
 runs that are not tied; one with power 2, that they are the squares of such numbers, which can only be summed.
@@ -39,7 +39,7 @@ class Fold:
     """Factors of channels that cancel; or a rotation of them.
 
     Args:
-        channels: the channels: those of the inputs of a product, in the order of its statistics.
+        channels: the channels of the inputs of a product, in the order of its statistics.
         labels: the values that have factors, or are rotated.
     """
 
@@ -73,7 +73,7 @@ def fold_of(
     """How factors of the inputs of a product can be folded into parameters.
 
     The weight takes the factors s, so that its input must have 1/s, and so on through the program, equation by
-    equation, until every value that has factors is made and read by equations that keep the function what it is.
+    equation, until each value that has factors is made and read by equations that keep the function the same.
 
     Args:
         place: the product.
