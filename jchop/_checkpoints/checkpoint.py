@@ -301,16 +301,16 @@ def load_checkpoint(
     """Reads a checkpoint of another program, quantized or not, as arrays and QArrays by name, or into a model.
 
     The weights stay packed. The numbers of a QArray are those that the layout defines in float32, bit for bit but for
-    the sign of zeros, and a weight has the axes (out, in) of its model in every layout.
+    the sign of zeros. A weight has the axes (out, in) of its model in every layout.
 
-    In a model of Flax NNX, the layer of a packed weight becomes the one of `jchop.nn` that `jchop.nn.quantize` makes
-    with ``mode="ptq"``, under a rule with the spec of the file. So `jchop.nn.add_lora`, `jchop.save` and
+    In a model of Flax NNX, a packed weight gets the layer of `jchop.nn` that `jchop.nn.quantize` makes with
+    ``mode="ptq"``. Its rule has the spec of the file. So `jchop.nn.add_lora`, `jchop.save` and
     `jchop.nn.report` take it as any other. Names and orientations are as `jchop.save_checkpoint` writes them.
 
     Args:
-        path: a safetensors file, a folder with ``model.safetensors`` or ``model.safetensors.index.json`` and possibly
-            ``config.json``, or a GGUF file; or the result of `jchop.encode_checkpoint`; or arrays by name, to be read
-            in the memory of the host.
+        path: a safetensors file, a GGUF file, or a folder with ``model.safetensors`` or
+            ``model.safetensors.index.json`` and possibly ``config.json``. Also the result of
+            `jchop.encode_checkpoint`, or arrays by name, to be read in the memory of the host.
         layout: ``"compressed-tensors"``, ``"gptq"``, ``"gptq_v2"``, ``"awq"``, ``"fp8"`` (DeepSeek),
             ``"bitsandbytes"``, ``"llm_int8"``, ``"torchao"``, ``"modelopt"``, ``"mlx"``, ``"mxfp4"`` (gpt-oss),
             ``"gguf"``, ``"jchop"`` (of `jchop.save`) or ``"plain"`` (every tensor as it is). Default ``"auto"``: by
@@ -336,8 +336,8 @@ def load_checkpoint(
     Raises:
         TypeError: for `exact` or `strict` that is no boolean, or a `skip` that is no text.
         ValueError: for an invalid or damaged file, a layout that is not known, or a weight that no QArray holds.
-            Beside `like`, for one of its arrays that the file lacks or has in another shape, for a tensor without a
-            place in it, or numbers that its dtype does not have.
+            Beside `like`, for an array that the file lacks or has in another shape. Also for a tensor without a place
+            in `like`, or numbers that its dtype does not have.
         OSError: if a file cannot be read.
 
     Example:

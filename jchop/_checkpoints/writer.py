@@ -506,10 +506,10 @@ def save_checkpoint(
 
     Args:
         path: a new folder; or a file that ends in ``.safetensors`` or ``.gguf`` and is written in one step.
-        tree: a model of Flax NNX, packed or not, of Linear and Embed layers, norms, and parameters of your own modules,
-            which are written as they are. Or a module of Equinox or a container of arrays and QArrays; the name of an
-            array is its path, joined with dots. A quantized array must have a name that ends in ``weight`` and the axes
-            (out, in), except in ``"jchop"``, ``"gguf"`` and ``"mxfp4"``.
+        tree: a model of Flax NNX, packed or not, of Linear and Embed layers, norms, and parameters of your own modules.
+            The last are written as they are. Or a module of Equinox, or a container of arrays and QArrays; the name of
+            an array is its path, joined with dots. A quantized array must have a name that ends in ``weight`` and the
+            axes (out, in), except in ``"jchop"``, ``"gguf"`` and ``"mxfp4"``.
         layout: as in `jchop.load_checkpoint`, without ``"auto"`` and those that are only read: ``"modelopt"``,
             ``"mlx"`` and ``"llm_int8"``. ``"plain"`` writes the numbers of QArrays.
         names: a function that gives a tensor's name in the file for that by its path. Default: the same.
@@ -520,8 +520,8 @@ def save_checkpoint(
 
     Raises:
         TypeError: for a leaf that is not an array, or traced arrays.
-        ValueError: for a layer that has no form in checkpoints, adapters, or an array that the layout cannot hold; the
-            message has specs that it can, or layouts that hold a parameter which `jchop.quantize_fn(...).pack` stored
+        ValueError: for a layer that has no form in checkpoints, adapters, or an array that the layout cannot hold. The
+            message has specs that it can hold, or layouts for a parameter that `jchop.quantize_fn(...).pack` stored
             in another shape. For a folder that has tensors already, or that another call writes to.
         OSError: if a file cannot be written; then no file is left.
 

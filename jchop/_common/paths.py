@@ -2,10 +2,10 @@
 
 A path is a sequence of parts, between slashes or dots: ``blocks/0/mlp``, ``blocks.0.mlp``. A pattern is one or more
 *terms* with spaces between them. A term matches consecutive whole parts of a path, wherever they are. Within a part
-``*`` stands for any characters, ``?`` for one, ``[ab]`` and ``[!ab]`` for one of these and for another one, and
-``{query,key}`` for one of these texts; ``**`` as a part stands for any number of parts. With ``/`` in front the path
-begins there, with ``/`` at the end it ends there, and ``/`` alone is the path without parts. A term with ``!`` in front
-excludes its matches.
+``*`` stands for any characters, ``?`` for one, ``[ab]`` and ``[!ab]`` for one of these and for another one.
+``{query,key}`` stands for one of these texts. ``**`` as a part stands for any number of parts. With ``/`` in front the
+path begins there, with ``/`` at the end it ends there, and ``/`` alone is the path without parts. A term with ``!``
+in front excludes its matches.
 
 A path matches a pattern if one of its terms does, or if all terms exclude, and no excluding one does. ``*`` alone
 matches every path.

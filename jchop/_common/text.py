@@ -111,7 +111,7 @@ class Tables:
         """The report as text.
 
         Args:
-            width: the most characters of a line, default 100: long texts are cut in the middle, and columns left out
+            width: the most characters of a line, default 100. Long texts are cut in the middle, and columns left out
                 are named in a last line. None: every column, and texts as they are.
         """
         lines: list[str] = []

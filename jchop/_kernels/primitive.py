@@ -133,7 +133,7 @@ def make_op(
             absent in others.
         no_inline: in programs for one CPU, the body is not fused with the operations around it. This is for bodies that
             read an array more than once, or whose results are read more than once.
-        canonical: of the shapes of the arrays and the static keywords, other shapes and keywords that give the same
+        canonical: from the shapes of the arrays and the static keywords, other shapes and keywords for the same
             numbers in the same order, or None. A program for one CPU then has one body for all that share them.
         stores: the results are codes and scales, which `emulate` does not round.
         coder_of: gives the two halves of a rounding, for `save_codes`.

@@ -1,7 +1,7 @@
 """Repeated steps of a plan, such as the layers of an unrolled network, found and run as a loop: compiled once.
 
 The plan stays as it is, so reports and eager calls see every equation. Each turn draws the random words of its own
-steps, so the loop has the results of the steps one after the other, bit for bit.
+steps. So the loop has the results of the steps one after the other, bit for bit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Turns:
 
     Args:
         body: the steps of turn 1. Its arguments are the fixed operands, the carried values, and an entry of each
-            column; its results the next carried values and an entry of each stack.
+            column. Its results are the next carried values and an entry of each stack.
         length: the number of turns.
         stride: the random draws of a turn.
         fixed: the operands that are the same in every turn.

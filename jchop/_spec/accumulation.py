@@ -1,7 +1,7 @@
 """The arithmetic of a sum of products: the roundings, the order of the additions, and the sums of tensor cores.
 
-Throughout, P and A are the roundings of products and of accumulator values, and the K products of one output element
-are a_k b_k, k = 0 ... K-1.
+Throughout, P rounds products and A rounds accumulator values. One output element is a sum of the K products
+a_k b_k, k = 0 ... K-1.
 """
 
 from __future__ import annotations

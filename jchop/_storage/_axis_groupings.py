@@ -1,7 +1,7 @@
 """The grouping of elements under scales, axis by axis, and its change by indexing, permuting and reshaping.
 
 Along an axis each index has its own scales (OWN), all indexes share scales (WHOLE), or blocks of a length share them
-(that length). A format counts axes from the front or the end. Stored arrays count them from the end, so that leading
+(that length). A format counts axes from the front or the end. Stored arrays count them from the end. So leading
 axes can be added (vmap, scan) or removed (vmap, scan, indexing) without a change of the format. A stored format may so
 name channels along axes in front of all those that its array has now; they say nothing about the array.
 """

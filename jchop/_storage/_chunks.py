@@ -2,7 +2,7 @@
 
 A chunk has one index of each axis before the cut axis, a range of the cut axis, and all of the axes after it. So its
 elements are contiguous in C order, and so are its codes and scales. Axes in blocks are cut between blocks. If a scale
-is shared along the cut axis, the extremes of its group are prepended to each chunk, so that the rule includes them; all
+is shared along the cut axis, the extremes of its group are prepended to each chunk, so that the rule includes them. All
 rules but "mse" and "percentile" depend only on the extremes.
 
 `round_file` rounds a .npy file so, and `quantize_file` a safetensors file.

@@ -46,8 +46,8 @@ def native_dtype(fmt: formats.ElementFormat) -> np.dtype | None:
 def code_dtype(fmt: formats.ElementFormat) -> np.dtype:
     """The dtype of stored codes.
 
-    The dtype of the same values if there is one (the floats above; int8 and uint8 for 8-bit integers and fixed point),
-    uint16 for other codes of 9 to 16 bits, else uint8: codes of 8 bits, or packed codes of fewer.
+    The dtype of the same values if there is one: the floats above, int8 and uint8 for 8-bit integers and fixed point.
+    Else uint16 for codes of 9 to 16 bits, and uint8 for codes of 8 bits, or packed codes of fewer.
 
     Raises:
         ValueError: for codes that are too wide.
@@ -426,8 +426,8 @@ def _sparse_mask(q: Any) -> Any:
 def clip_mask(q: Any, x: np.ndarray) -> np.ndarray | None:
     """Whether each number of `x` lay so far beyond the range of its code that a longer range would have kept it better.
 
-    That is: it is stored as the largest or the lowest value, and lies beyond it by more than half the distance to the
-    value next to it. None if the codes have more than 16 bits.
+    It is stored as the largest or the lowest value, and exceeds it by more than half the distance to the value next
+    to it. None if the codes have more than 16 bits.
 
     Args:
         q: a `QArray`.

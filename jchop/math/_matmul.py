@@ -50,8 +50,8 @@ def matmul(a: Any, b: Any, spec: SumSpecLike, key: Key = None, *, impl: Impl = "
     is exact in the carrier. Otherwise it depends on the additions of the device. For the errors of the orders see N. J.
     Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., chapters 3 and 4.
 
-    The arithmetic is emulated in a carrier: float32, or float64 if `a` and `b` are float64. 16-bit operands are widened
-    to float32, and the result is cast to their dtype. If ``spec.accumulate`` is None, the sums are formed in the
+    The arithmetic is emulated in a carrier: float32, or float64 if `a` and `b` are float64. Operands with 16 bits are
+    widened to float32, and the result is cast to their dtype. If ``spec.accumulate`` is None, sums are formed in the
     carrier, in the given order, **not** in a 16-bit dtype. The result is rounded to that dtype at the end, as in
     `jax.numpy.matmul`. Products of a fused multiply-add or of a matrix unit are not rounded.
 
@@ -66,12 +66,12 @@ def matmul(a: Any, b: Any, spec: SumSpecLike, key: Key = None, *, impl: Impl = "
             the operands, every product and every sum, in sequential order.
         key: a typed key (`jax.random.key`), required if any rounding of `spec` is stochastic. It is split into four,
             for the elements of `a`, the elements of `b`, the products and the sums. The word of a product or sum has
-            the index ``step 2^32 + o`` in the stream, with o the flat (C order) index of the output element. The step
+            the index ``step 2^32 + o`` in the stream, for the output element with the flat (C order) index o. The step
             is k for the product a_k b_k and for its sequential addition, also in a block. It is K + j for the addition
             of block j to the total (j in ``matrix_unit`` order). In pairwise order it is the first index of the right
             part. So the bits do not depend on tiling, device or sharding. Inside `jax.shard_map` each shard counts its
             own elements and needs a different key (`jax.random.fold_in`).
-        impl: ``"auto"`` (default) for the faster program, ``"xla"`` for the portable body, ``"pallas"`` for the TPU's
+        impl: ``"auto"`` (default) for the faster program, ``"xla"`` for the portable body. ``"pallas"`` for the TPU's
             or GPU's kernel, with an error if it cannot run.
         trace: for the accumulator after each step in place of the product, as a testbench compares it. Default False.
 
@@ -285,7 +285,7 @@ def matmul_double(a: Any, b: Any, *, tolerance: float = 2.0**-53) -> Any:
     Args:
         a: the left factor, of shape (..., m, k), or (k,) as in `jax.numpy.matmul`. Either a float64 array, or integers
             or lists that become one. Or, for devices without float64, a pair (high, low) of float32 arrays of one
-            shape, which stands for high + low. abs(low) is at most half a unit in the last place of high.
+            shape, which stands for high + low. The magnitude of low is at most half a unit in the last place of high.
         b: the right factor, of the same kind, of shape (..., k, n) or (k,). The leading axes broadcast.
         tolerance: the first term of the error over k m_a m_b, from 4.6e-19 to 1. The number of slices is the least that
             reaches it: 8 for the default 2^-53, 4 for 2e-8. The work grows as its square.

@@ -402,8 +402,8 @@ def layer_ratios(
 ) -> dict[str, tuple[float, float, float]]:
     """10 log10(Σ x² / Σ (x - z)²) in dB of the tensors x of layers and the rounded ones z, by path; infinite if exact.
 
-    These are the weights of a layer, its results with its inputs alone rounded, and its results with all its roundings
-    on the inputs that it has in the model without rules. The last two are nan if its calls cannot be kept.
+    These are the weights of a layer, its results with its inputs alone rounded, and its results with all its roundings.
+    Its inputs are the ones in the model without rules. The last two are nan if its calls cannot be kept.
 
     Args:
         model: a module that is not quantized.

@@ -214,8 +214,8 @@ def in_sum_dtype(p: Any) -> Array:
 def rounded_sum(key: Array | None, p: Any, u: Any, spec: Spec) -> Array:
     """The sum p + u rounded under `spec`, in the dtype of `p`.
 
-    The exact sum is rounded once. For scaled formats, codebooks, and formats as fine as the wider dtype of the two and
-    float32, the sum is first rounded to that dtype, as in an addition.
+    The exact sum is rounded once. Some formats first round the sum to the wider dtype of the two and float32, as in an
+    addition. They are scaled formats, codebooks, and formats as fine as this dtype.
 
     Raises:
         ValueError: if the dtype of `p` cannot hold the results.
@@ -250,10 +250,10 @@ def update_to_target(p: Any, target: Array, dtype: Any = None) -> Array:
     """The update u for which Optax's ``(p + u).astype(p.dtype)`` is `target`. `p.dtype` must hold the target.
 
     u is the difference t - p, rounded once. It is exact, and so is p + u, if t / 2 <= p <= 2 t (Sterbenz 1974). For `p`
-    of 16 bits and u of 32 bits the sum is always t: if |t| >= 2^-16 |p|, its error is less than 2^-6 of half a gap at
-    t; for smaller t, t and p are multiples of one power of two, and t - p is less than 2^24 times this power. If `p`
-    has the dtype of u, a step over many binades, or a change of sign, can miss t by a unit in its last place; then no u
-    of that dtype gives t.
+    of 16 bits and u of 32 bits the sum is always t. If |t| >= 2^-16 |p|, its error is below 2^-6 of half a gap at t.
+    For smaller t, t and p are multiples of one power of two, and t - p is less than 2^24 times this power. If `p` has
+    the dtype of u, a step over many binades, or a change of sign, can miss t by a unit in its last place. Then no u of
+    that dtype gives t.
 
     Args:
         p: the parameter.

@@ -171,8 +171,8 @@ class Packing(NamedTuple):
     """The static data of a packed tree: numbers and text in tuples, which `flax.serialization` does not change.
 
     Args:
-        entries: for each packed leaf, its index among all leaves, its spec as text, the length of its last axis, its
-            dtype, and its shape if axes were joined, else None.
+        entries: for each packed leaf, its index among all leaves, its spec as text, and the length of its last axis.
+            Also its dtype, and its shape if axes were joined, else None.
     """
 
     entries: tuple[tuple[int, str, int | None, str, tuple[int, ...] | None], ...]

@@ -1,6 +1,6 @@
 """Functions whose exact value is rounded once: for each a formula in pairs of float32 numbers, and its special cases.
 
-If f(x) is x, or a number of the format, plus a term too small for a float32 number, the argument's exponent is clamped
+f(x) may be x, or a number of the format, plus a term too small for float32. Then the argument's exponent is clamped
 to a least one (`FIRST_ORDER`, `SECOND_ORDER`). The term is still too small to matter, and keeps its sign.
 """
 
@@ -761,7 +761,7 @@ def elementary_function(x: Array, *more: Array, name: str, spec: Spec) -> Array:
 
     Args:
         x: float32, any values; or another dtype, if float32 holds the values.
-        more: for a function of `BINARY_FUNCTIONS`, the second operand, of the same dtype and shape; then, for the
+        more: for a function of `BINARY_FUNCTIONS`, the second operand, of the same dtype and shape. Then, for the
             stochastic modes, a random word for each element: uint32; of a uint64 the upper half is used.
         name: the name of the function.
         spec: the rounding of its values.

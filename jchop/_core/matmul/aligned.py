@@ -4,8 +4,8 @@ A block of products and the accumulator c are aligned to the largest exponent M 
 are dropped, so every term is a whole number of units of 2^(M - F). Their sum is an integer, held in one word of 32 bits
 if that is enough, else in two limbs h 2^24 + l. Definition: microsoft/MMA-Sim and arXiv 2511.10909.
 
-All arithmetic is float32 and int32, or float64 for one CPU. Products of operands of at most 12 bits are exact floats;
-multiplied by a power of two they are cut by the conversion to an integer. Other products are integers of 48 bits.
+All arithmetic is float32 and int32, or float64 for one CPU. Products of operands of at most 12 bits are exact floats.
+Multiplied by a power of two they are cut by the conversion to an integer. Other products are integers of 48 bits.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ class MatmulPlan:
     def dot(self) -> ValueRange:
         """The range of the carrier's own dot of a block, for any order of its sums.
 
-        Sums of multiples of 2^q stay multiples of 2^q if they are rounded to fewer bits. One bit more than the exact
-        sum of magnitudes is enough for b roundings, each up by at most half a unit in the last place: (1 + 2^-p)^b < 2.
+        Sums of multiples of 2^q stay multiples of 2^q if they are rounded to fewer bits. One bit more than the sum of
+        magnitudes is enough for b roundings. Each goes up by at most half a unit in the last place: (1 + 2^-p)^b < 2.
         """
         exact, whole = product_range(self.operand, self.operand), carrier_range(self.carrier)
         length = min(self.spec.order.block or self.k, self.k)

@@ -1,7 +1,7 @@
 """Operations by name, +, −, ×, ÷, √ and fma, rounded once on rounded operands; chains of them; sums in an order.
 
 One signature serves all interpreters of programs. 16-bit dtypes are computed in float32, other dtypes as in `basic`;
-operands broadcast. The random words of a program's operations are in one stream: the words of operation n start at the
+operands broadcast. The random words of a program's operations are in one stream. The words of operation n start at the
 index n 2^32, and each iteration of a loop has different seeds.
 """
 
@@ -378,7 +378,7 @@ def sum_along(
 ) -> Array:
     """The sums of `x` along axes, in the order and with the rounding of ``mspec.accumulate``.
 
-    A sum of x_k is the sum of products x_k 1, so the order is the same as in a matrix product; ``mspec.product`` and
+    A sum of x_k is the sum of products x_k 1, so the order is the same as in a matrix product. ``mspec.product`` and
     ``mspec.fused`` have no effect.
 
     Args:

@@ -1,8 +1,8 @@
 """Bit patterns of values, and patterns of fewer than eight bits packed into bytes: integer operations on tiles.
 
-A code is the result of `ElementFormat.encode`. Packed along the last axis, the k-bit code i of a row takes the bits [k
-i, k i + k) of the row's little-endian bit stream (for 4 bits: low nibble first); every row is padded with zeros to
-whole bytes.
+A code is the result of `ElementFormat.encode`. Codes are packed along the last axis. The k-bit code i of a row takes
+the bits [k i, k i + k) of the row's little-endian bit stream. For 4 bits the low nibble is first. Every row is padded
+with zeros to whole bytes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A format's values as bit patterns of a carrier: the static data of even grids, and the words of tapered formats.
 
-Within a binade of the carrier the values of a floating-point or fixed-point format are evenly spaced, so rounding drops
-the low d bits of the magnitude. With E the carrier's biased exponent,
+Within a binade of the carrier the values of a floating-point or fixed-point format are evenly spaced. So rounding
+drops the low d bits of the magnitude. With E the carrier's biased exponent,
 
     d = max(D, K - E),
 

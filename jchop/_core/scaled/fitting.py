@@ -224,9 +224,9 @@ SCALE_FITS: Mapping[str, Callable[[Array, tuple[int, ...], ScaledPlan, Array | N
 def fit_levels(largest: Array, plan: ScaledPlan) -> Array:
     """Magnitude bits of the scales of the smallest groups.
 
-    With a the largest magnitude of a largest group, M the largest element and n levels, s is a / (2^n M) in the format
-    of the scales. From the outermost level inward, the scale c of a group becomes 2 c if the group's largest number is
-    at least 2^k c, with k the number of levels from this one on; so 2^k c is beyond all numbers under the scale c.
+    Let a be the largest magnitude of a largest group, M the largest element and n the number of levels. Then s is
+    a / (2^n M) in the format of the scales. From the outermost level inward, a scale c becomes 2 c if its group's
+    largest number is at least 2^k c. From this level on there are k levels, so 2^k c is beyond all numbers under c.
 
     Args:
         largest: magnitude bits of the largest numbers of the smallest groups, in the shape of the stored scales.

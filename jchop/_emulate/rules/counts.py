@@ -1,7 +1,7 @@
 """Counts: the numbers of terms by which a program divides sums, as a mean does, and the integers that make them.
 
-A count is no number of the computation, so it is not rounded. It is found by where it stands: it divides a sum of so
-many terms, or, in the derivative of such a quotient, a number that is then copied so many times.
+A count is no number of the computation, so it is not rounded. It is found by its place. It divides a sum of so
+many terms, or, in the derivative of this quotient, a number that is then copied so many times.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ class BlameRow(PlacedRow):
     Args:
         scope: the path of `jax.named_scope` and `jax.jit` names; empty outside of all.
         primitive: its name. ``"argument [0]['w']"`` is an argument that is rounded on entry. ``"constant"`` is a
-            constant that is rounded on entry: where it is moved or enters a call, branch or loop, or where it overflows
-            or becomes zero. Another constant of an operation belongs to the operation.
+            constant that is rounded on entry. It is rounded where it is moved or enters a call, branch or loop, or
+            where it overflows or becomes zero. Another constant of an operation belongs to the operation.
         spec: the rounding of the results, as text.
         equations: their number in the program.
         results: the count of results, in all turns of loops.

@@ -175,7 +175,7 @@ def significant_digits(
 
     The program runs `samples` times with stochastic rounding, each time with other draws. Let m be the mean and s the
     standard deviation of N samples. Then log10(√N·abs(m) / (τ·s)) digits are common to the samples and the exact
-    result, with the given confidence. τ is the quantile of Student's distribution with N - 1 degrees of freedom: 4.303
+    result, with the given confidence. The quantile of Student's distribution with N - 1 degrees of freedom is τ: 4.303
     for N = 3 and 0.95. The method is CESTAC (J. Vignes, "Discrete stochastic arithmetic for validating results of
     numerical software", Numerical Algorithms 37, 2004). It assumes that the rounding errors are small against the
     values. Read less than one digit as none, and look at `instabilities`. The samples do not show a bias that all of

@@ -301,8 +301,8 @@ def make_tuning_problem(
     """The problem, and the cases of the inputs held out.
 
     Raises:
-        ValueError: for a function without operations that make errors, or whose operations depend on the input, and by
-            name of a metric for a result without a finite number.
+        ValueError: for a function without operations that make errors, or whose operations depend on the input. By
+            name of a metric, for a result without a finite number.
     """
     mark = next(choice.spec for choice in menu if choice.spec is not None)
     programs = ProgramCache(fun, Settings(mark, (), None, "raise", max_turns))

@@ -4,8 +4,8 @@ All real numbers are float64, and each site rounds its operands and its results 
 Operations that `emulate` leaves to the carrier take and give numbers of the carrier. The results have the bits of
 `emulate` with the same formats, but for subnormal numbers of the carrier, which devices read as zero.
 
-A format is a row of integers. Rounding works on the bits of float64, which holds all values of the formats of
-`is_spec_traceable` and, to more than twice their digits, all sums, products, quotients and roots of these. So the
+A format is a row of integers. Rounding works on the bits of float64. It holds all values of the formats of
+`is_spec_traceable`. To more than twice their digits it holds all sums, products, quotients and roots of these. So the
 result of one operation in float64, rounded once more, is the exact result rounded once (S. A. Figueroa, "When is double
 rounding innocuous?", SIGNUM Newsletter 30(3), 1995).
 """

@@ -2,7 +2,7 @@
 
 The grid runs over rows, columns and, innermost, steps along the sum; the sums of a tile stay in scratch until they are
 complete. A step takes several whole blocks. A block of fewer numbers than a register has lanes is multiplied with zeros
-in place of its neighbours, which takes the matrix unit no longer.
+in place of its neighbours. This takes the matrix unit no longer.
 """
 
 from __future__ import annotations

@@ -134,8 +134,8 @@ def encode_operand(operand: Array, spec: Spec | None, key: Array | None = None) 
 def expand_codes(q: QArray, numbers: Array | None = None) -> CodedArray:
     """The elements, scales and zero points of a stored array, repeated for each element.
 
-    If its `numbers` are given and its elements have no NaN, the scale of a group with a NaN is NaN; without scales, 1
-    or NaN for all.
+    If its `numbers` are given and its elements have no NaN, the scale of a group with a NaN is NaN. An array without
+    scales then has the scale 1, or NaN for all.
     """
     _codes.check_code_dtype(q.qvalue, q.spec.element)
     with jax.named_scope(JCHOP_SCOPE):  # `emulate` rounds no scale

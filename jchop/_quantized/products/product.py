@@ -1,6 +1,6 @@
 """The two products of layers, and how each operand is laid out for a product and for its two backward products.
 
-Each is y = x w, linear in both: dx = g w is summed over the axes of y that come from w, dw = x g over those that come
+Each is y = x w, linear in both. Sum dx = g w over the axes of y that come from w, and dw = x g over those that come
 from x.
 """
 
@@ -184,8 +184,8 @@ class DotProduct(_Product):
 class ConvProduct(_Product):
     """`jax.lax.conv_general_dilated`, with everything static about it.
 
-    A sum runs over the places of the kernel and the channels, so an image is laid out as (image, places and channels):
-    groups lie along its channels if their size divides the number of channels.
+    A sum runs over the places of the kernel and the channels. So an image is laid out as (image, places and channels).
+    Groups lie along its channels if their size divides the number of channels.
     """
 
     strides: tuple[int, ...]

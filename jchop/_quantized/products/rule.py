@@ -364,8 +364,8 @@ def as_rule_tuple(rules: Any) -> tuple[Rule, ...]:
     """One rule, or several, as a tuple.
 
     Args:
-        rules: rules; one spec of all weights; or a mapping of patterns of paths, each to a rule, the fields of one, the
-            spec of weights, or None.
+        rules: rules, or one spec of all weights. Or a mapping of patterns of paths, each to a rule, the fields of one,
+            the spec of weights, or None.
 
     Raises:
         TypeError, ValueError: for other values, or no rule.

@@ -327,7 +327,7 @@ class MagnitudeHistogram:
 def add_to_histogram(histogram: MagnitudeHistogram, x: Any) -> MagnitudeHistogram:
     """A histogram with the finite numbers of an array counted, too.
 
-    The first array that is not all zeros sets the width; for larger numbers it is doubled, two bins becoming one, as
+    The first array that is not all zeros sets the width. For larger numbers it is doubled, two bins becoming one, as
     often as they need.
     """
     magnitudes = np.abs(np.asarray(x, np.float64)).ravel()
@@ -345,8 +345,8 @@ def add_to_histogram(histogram: MagnitudeHistogram, x: Any) -> MagnitudeHistogra
 def kl_divergence(counts: np.ndarray, bin_count: int, levels: int) -> float:
     """The information lost, in nats, if the first bins of a histogram are kept and merged to a few levels.
 
-    It is the Kullback-Leibler divergence of P, the kept bins with all that lies beyond added to the last, from Q, in
-    which the occupied bins of each level share its count evenly.
+    It is the Kullback-Leibler divergence of P from Q. P are the kept bins, with all beyond them added to the last. In
+    Q the occupied bins of each level share its count evenly.
 
     Args:
         counts: of each bin.

@@ -268,7 +268,7 @@ def _uses_of(
 def holds_several_arrays(uses: Sequence[ParamUse]) -> bool:
     """Whether the slices of a parameter are arrays of their own, so that no layout of the whole suits them.
 
-    A slice along one axis becomes a matrix, as of a flat vector; or one slice is multiplied, and data are added to
+    A slice along one axis becomes a matrix, as of a flat vector. Or one slice is multiplied, and data are added to
     another, or scaled by it.
     """
     product_uses = [use for use in uses if use.kind in ("product", "rows")]

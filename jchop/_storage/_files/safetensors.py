@@ -1,9 +1,9 @@
 """The safetensors file format: a header with the position of each tensor, then the bytes.
 
-The layout is defined in https://github.com/huggingface/safetensors: eight bytes with the length of the header (little
-endian), the header as JSON (for each name its dtype, shape and the range of its bytes; ``__metadata__`` maps texts to
-texts), the data. The package `safetensors` would map files into memory, so that truncation by another process ends the
-program; it has no float8 and no float4 for NumPy, takes the last of duplicate keys, and writes whole files from memory.
+The layout (https://github.com/huggingface/safetensors): eight bytes with the length of the header (little endian), the
+header as JSON, the data. The header has the dtype, shape and range of bytes by name; ``__metadata__`` has texts. The
+package `safetensors` maps files into memory, so truncation by another process ends the program. It has no float8 and
+no float4 for NumPy, takes the last of duplicate keys, and writes whole files from memory.
 
 A folder may have several such files with an index; and each process may read and write parts of one.
 """

@@ -44,7 +44,7 @@ class NnxKind:
 
     Args:
         parameters: its parameters, each with the field of a rule that it is rounded by.
-        slots: the arguments of its `promote_dtype`, one tuple for each number of arrays: names of parameters,
+        slots: the arguments of its `promote_dtype`, one tuple for each number of arrays. Names of parameters,
             ``"inputs"``, others (``""``); with a star those that the product rounds.
         product: the attribute that multiplies, the rounding module that replaces it, and Flax's function. A layer with
             a layout and without it has a product that backward roundings cannot reach.

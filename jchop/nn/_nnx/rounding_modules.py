@@ -1,7 +1,7 @@
 """Small modules that round in a layer, and that Flax's layers call in place of Flax's functions; scales that are state.
 
 A module holds its specs, and if they are stochastic a stream of keys: state of the model, as in a dropout layer.
-Other modules have no state, so a checkpoint fits the model with and without them; their layers hold them as static
+Other modules have no state, so a checkpoint fits the model with and without them. Their layers hold them as static
 attributes, which costs `flax.nnx.jit` less than modules.
 """
 

@@ -153,7 +153,7 @@ class ProgramPart:
     Args:
         rules: of the model.
         path: of the module in the model, as keys.
-        names: parameters with other paths in the model than below `path`, since other modules hold them, too: the keys
+        names: parameters with other paths in the model than below `path`, since other modules hold them, too. The keys
             below the module, and those in the model.
         keeps: whether the model keeps scales, which a part cannot reach.
     """

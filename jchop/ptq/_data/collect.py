@@ -143,7 +143,7 @@ jax.tree_util.register_pytree_node(Lanes, lambda lanes: (tuple(lanes), None), la
 class Collector(Runner):
     """Runs a program on several trajectories at once, equation by equation, and sums up the inputs of products.
 
-    All trajectories take the branches, the order and the experts that the last one chooses, so that a row of an input
+    All trajectories take the branches, the order and the experts that the last one chooses. So a row of an input
     is one sample in all of them.
 
     Args:
@@ -176,7 +176,7 @@ class Collector(Runner):
             overrides: those that each trajectory has changed, by their index.
             seeds: of random roundings.
             window_start: the first turn of the outermost loop over a stack of each parameter, or of its constant
-                indexes, of those that the sums are of alone. Default: all.
+                indexes, if only a window of them is summed. Default: all.
             window_size: how many turns these are.
         """
         self._window = self._layer_window = None if window_size is None else (window_start, window_size)

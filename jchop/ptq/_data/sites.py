@@ -119,8 +119,8 @@ class WeightSites:
         reasons: why a parameter that reaches a product is not looked at.
         others: other uses of a parameter than the products that are looked at: the step, which of its operands it is,
             and the use.
-        inputs: the products in the order of the program, each turn of a loop by itself: the parameter, the turns of the
-            loops that run over it or its constant indexes, and a value that is equal for neighbours with one input.
+        inputs: the products in the order of the program, each turn of a loop by itself. Each has the parameter, the
+            turns of loops that run over it or its constant indexes, and a value equal for neighbours with one input.
     """
 
     by_leaf: dict[int, WeightSite] = field(default_factory=dict)

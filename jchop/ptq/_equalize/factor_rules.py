@@ -1,7 +1,7 @@
 """The factors of the channels of a value, and how they pass through one equation: from one of its values to all others.
 
 The channels of a mapping are numbered from 0. A value whose numbers have factors has, on each axis, runs (size, stride)
-of indexes, the last one moving fastest: the channel of a number is the sum of index times stride over all runs. A
+of indexes, the last one moving fastest. The channel of a number is the sum of index times stride over all runs. A
 stride of 0 is a run of indexes with one factor. So axes that are split, merged and moved are followed exactly.
 """
 

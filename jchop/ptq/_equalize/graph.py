@@ -30,7 +30,7 @@ class GraphValue:
         shape: in one turn.
         real: whether it holds real numbers.
         source: the fixed value that it is: ``"an argument"``, ``"a constant"``, also one that nodes make of constants
-            alone; empty if a node makes it of others.
+            alone. Empty if a node makes it of others.
         leaf: the index of the parameter that it is, or None.
         zero: whether it is zero.
         nodes: those that make or read it.

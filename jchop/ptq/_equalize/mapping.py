@@ -185,8 +185,8 @@ class MappingRecord:
     Args:
         methods: the names of the steps that were taken for a weight, by its index.
         notes: of a weight, or of a layer of a stack of them: its index, and the turn or ``()``.
-        before: signal-to-noise ratio of the product of a weight before it was changed, each element rounded to nearest:
-            the mean squares of the outputs and of their errors.
+        before: signal-to-noise ratio of the product of a weight before it was changed, each element rounded to nearest.
+            It is the mean squares of the outputs and of their errors.
         passes: how often the data were run.
         online: factors of the inputs of weights that no parameter has taken, by the index of the weight, as
             `StoredAs.input_factors`.

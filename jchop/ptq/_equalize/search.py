@@ -1,7 +1,7 @@
 """Which parameters take up the factors of channels, or their rotation, so that the function stays the same.
 
-For a rotation, a label with power 1 says that the channels of a value are multiplied by an orthogonal matrix, along the
-runs that are not tied; one with power 2, that they are the squares of such numbers, which can only be summed.
+For a rotation, a label of power 1: the channels of a value are multiplied by an orthogonal matrix, along the
+runs that are not tied. A label of power 2: they are the squares of these numbers, which can only be summed.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def fold_of(
 ) -> Fold:
     """How factors of the inputs of a product can be folded into parameters.
 
-    The weight takes the factors s, so that its input must have 1/s, and so on through the program, equation by
-    equation, until each value that has factors is made and read by equations that keep the function the same.
+    The weight takes the factors s, so its input must have 1/s, and so on through the program. This ends when every
+    value that has factors is made and read by equations that keep the function the same.
 
     Args:
         place: the product.
