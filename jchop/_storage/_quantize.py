@@ -474,7 +474,7 @@ def fit_half_quadratic(
 
     The scales come from `fit_scale`. Each iteration updates sparse errors E, which are subtracted from x, and then the
     zero points. With r = x - s e - z they are ``E = sign(r) max(abs(r) - abs(r)^(p - 1) / b, 0)``. Then z is the mean
-    of x - E - s e of a group. The number b grows with each iteration. The search ends when the mean of the errors no
+    of x - E - s e of a group. The number b grows with each iteration. The search ends when the mean absolute error no
     longer falls, and returns the best zero points. Sums and powers are computed in the device's float32 (float64 for
     float64 data), so the last bits may differ between devices. `quantize` with given zero points is the same on all
     devices.

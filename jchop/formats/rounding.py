@@ -1,6 +1,6 @@
 """Rounding modes and overflow rules.
 
-Throughout, lo <= |x| <= hi are the neighbours of the exact real input x in the format F without an upper exponent
+Throughout, x is the exact real input, and lo <= |x| <= hi its neighbours in the format F without an upper exponent
 limit. The discarded fraction is nu = (|x| - lo) / q, with q = hi - lo. R is a uniform integer of N random bits.
 """
 

@@ -97,7 +97,7 @@ class MatmulGpuTiling(Tiling):
         """The heuristic: the largest tile of a list that gives work to every multiprocessor.
 
         The accumulator and the temporaries of a step must stay in registers. That allows 8 elements for each thread (4
-        for float64, and in pairwise order, which also keeps a partial sum of every level). For ``matrix_unit`` 32, or
+        for float64, and in pairwise order, which also keeps a partial sum of every level). With ``matrix_unit``: 32, or
         16 if its sums may need integer arithmetic.
         """
         tiles = _matmul_gpu_tiles(plan)

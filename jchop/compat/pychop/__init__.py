@@ -28,8 +28,8 @@
 These are missing; docs/compat.md has a table. Arrays with a format (``pychop.builtin``): `jchop.emulate` rounds every
 operation of a function. Pychop's classes of MX, block and P3109 formats: `jchop` has these formats by name. Layers and
 post-training quantization for Flax: `jchop.nn` has both. ``Simulate``: a `jchop.formats.FloatFormat` has its
-``values()``. CADNA's generator, integers of more than 8 bits, TensorFlow, ``Bitchop``, ``Options``, and the older
-lower-case names.
+``values()``. CADNA's generator, integers of more than 8 bits, layers for TensorFlow, ``Bitchop``, ``Options``, and
+the older lower-case names.
 """
 
 from __future__ import annotations
