@@ -63,7 +63,7 @@ class CheckpointItem(NamedTuple):
 
 #: The ends of names of tensors with scales, and their dtypes. Others are exponents, or codes of scales.
 _HOLDS_SCALES, _SCALE_DTYPES = re.compile(r"scale(s|_inv|_2)?$|absmax$"), (*SCALE_FORMATS, FLOAT8)
-#: What numbers and arrays that are too large raise, too.
+#: The errors that numbers and arrays raise, too, if they are too large.
 _READ_ERRORS = (ValueError, ArithmeticError, MemoryError)
 
 
@@ -141,7 +141,7 @@ class EncodedCheckpoint:
 
 
 class _TensorsInMemory:
-    """Tensors in memory, with what is read of files."""
+    """Tensors in memory, with the facts that are read of files."""
 
     path = Path("the arrays in memory")
 

@@ -179,7 +179,7 @@ AWQ = row.LayoutRow("awq", _GPTQ_PARTS, _look_awq, _read_awq, _write_awq, "int4(
 
 
 def _mlx_facts(facts: row.LayoutFacts) -> row.LayoutFacts:
-    """The fields of a module: its own, or those of all."""
+    """The fields of a module: its own, or the fields of all."""
     own = facts.get(str(facts.get("module")))
     return own if isinstance(own, dict) else facts
 
@@ -402,7 +402,7 @@ def _grouping(facts: row.LayoutFacts, shape: Sequence[int], scale: np.ndarray) -
 
 
 def _target_bits(facts: row.LayoutFacts) -> int:
-    """The width of the elements of a tensor of int8: that of its target dtype."""
+    """The width of the elements of a tensor of int8: the width of its target dtype."""
     target = row.fact_field(facts, "target_dtype", dict, {})
     match = re.fullmatch(r"int([2-8])", str(target.get("_data", "int8")))
     check(match is not None, f"target_dtype={short_text(target)} must be one of int2 to int8")

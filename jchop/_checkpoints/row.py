@@ -245,7 +245,7 @@ def qarray_of_codes(codes: np.ndarray, scale: Any, zero_point: Any, fmt: ScaledF
     return QArray(packed_codes, scale, zero_point, Spec(fmt), codes.shape[-1], np.dtype(np.float32))
 
 
-# -- the reverse: arrays of NumPy for files, or those of JAX, which stay on their devices ------------------------------
+# -- the reverse: arrays of NumPy for files, or arrays of JAX, which stay on their devices -----------------------------
 
 
 def numpy_of(*arrays: Any) -> Any:

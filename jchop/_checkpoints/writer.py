@@ -597,7 +597,7 @@ def encode_checkpoint(
 
 def _jobs_of(tree: Any, layout: str, names: TensorNaming | None) -> list[WriteJob]:
     """The arrays of a model or a tree by their names in a file."""
-    # Files of `jchop.save` have what is stored.
+    # Files of `jchop.save` have the stored arrays.
     packed_types = QArray if layout == OWN_LAYOUT else QArray | StoredAs
     jobs, activations = [], dict[str, Spec]()
     if is_module_of("flax.nnx", tree):

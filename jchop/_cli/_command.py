@@ -263,7 +263,7 @@ class Command:
         parser.set_defaults(run=self.run)
 
 
-# -- what is printed and written ---------------------------------------------------------------------------------------
+# -- the printed texts and the written files ---------------------------------------------------------------------------
 
 
 def print_json(value: Any) -> None:

@@ -60,7 +60,7 @@ def load_function(option: str, text: str) -> Callable[..., Any]:
     try:
         with imports_from_here():
             function = pkgutil.resolve_name(text)
-    except Exception as error:  # those of the module, too
+    except Exception as error:  # also the errors of the module
         if isinstance(error, SyntaxError):
             reason = f"{error.filename}, line {error.lineno}: {error.msg}"
         elif module in sys.modules:
@@ -135,7 +135,7 @@ def load_arrays(option: str, path: Path) -> dict[str, np.ndarray]:
 
 
 def _check_npz(file: BufferedReader) -> None:
-    """Refuses what is no archive of numpy.savez, and one whose arrays take memory out of proportion to the file."""
+    """Refuses a file that is no archive of numpy.savez, and arrays whose memory is out of proportion to the file."""
     head = file.read(6)
     file.seek(0)
     check(head != b"\x93NUMPY", "it is a single array")
@@ -292,7 +292,7 @@ TUNE = cli.Command(
 # -- study -------------------------------------------------------------------------------------------------------------
 
 
-#: The options that belong to the study of a network alone, and to that of a function.
+#: The options that belong to the study of a network alone, and the ones for a function alone.
 _NETWORK_OPTIONS, _FUNCTION_OPTIONS = ("dataset", "epochs", "activations"), ("data", "budget_seconds")
 
 

@@ -254,5 +254,5 @@ def _part_regex(glob: str) -> str:
     return regex
 
 
-#: What has a meaning of its own in a class of characters; a hyphen between two makes a range there, too.
+#: Characters with a meaning of their own in a class of characters; a hyphen between two makes a range there, too.
 _CHARACTER_CLASS_SYNTAX = re.compile(r"[\\\]\[^&~|]")

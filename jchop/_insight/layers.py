@@ -527,7 +527,7 @@ def _fisher_scores(
 
 
 def _layers_under(layers: Sequence[_TunableLayer], options: Sequence[Rule | None]) -> list[dict[str, Any] | None]:
-    """The layers under each option, by path; each alone: a layer inside it, as that of LoRA, has a score of its own."""
+    """The layers under each option, by path; each alone: a layer inside it, as in LoRA, has a score of its own."""
     return [
         None if option is None else {layer.path: quantize(layer.module, replace(option, path="/")) for layer in layers}
         for option in options

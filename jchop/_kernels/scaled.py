@@ -183,7 +183,7 @@ def _collapse_axes(plan: ScaledPlan, shape: Sequence[int]) -> tuple[tuple[int, .
     """
     if plan.of_scales is not None or not plan.rule.by_ends or not are_static(shape):
         return None
-    axes: list[tuple[int, int]] = []  # the length of each, and that of a group along it
+    axes: list[tuple[int, int]] = []  # the length of each, and the length of a group along it
     for length, size in zip(shape, plan.fmt.group_shape(shape), strict=True):
         before, within = axes[-1] if axes else (0, 0)
         if axes and (size, within) in ((1, 1), (length, before)):
@@ -521,7 +521,7 @@ def _across_parts(
     """``run(x, *arrays)``; as in an automatic mesh, if an explicit sharding of `x` cuts groups.
 
     The types of arrays in such parts would refuse their views. Where a rule adds the numbers of a group, these are
-    gathered first, so that the order of sums is that of one device.
+    gathered first, so that sums have the order of one device.
 
     Args:
         run: the operation.

@@ -312,7 +312,7 @@ def _plan_solve(planner: Any, step: Any) -> Any:
 
 
 def _solve_operands(step: Any, values: Sequence[Any]) -> list[Any]:
-    """The operands of the program that a step runs: of a linear system those of its solver, of any other step all."""
+    """The operands of the program that a step runs: for a linear system the solver's, for any other step all."""
     if step.name != "custom_linear_solve":
         return list(values)
     lengths = step.eqn.params["const_lengths"]

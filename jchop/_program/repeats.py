@@ -219,7 +219,7 @@ def _make_turns(plan: ProgramPlan, first: int, size: int, length: int) -> Turns 
     after = {v for step in plan.steps[end:] for v in step.operands if not isinstance(v, Literal)}
     after |= {v for v in plan.jaxpr.outvars if not isinstance(v, Literal)}
     read = {v: at for v, at in flow.origins.items() if v in after}
-    # Results of earlier turns are stacked; those of the last one are carried, if the carry can begin as zeros.
+    # Results of earlier turns are stacked; the last turn's are carried, if the carry can begin as zeros.
     own = {at[1:] for v, at in read.items() if at[1:] not in flow.carry and not _can_begin_as_zeros(v)}
     stack_keys = own | {at[1:] for at in read.values() if at[0] < length - 1}
     last = {at[1:] for at in read.values()} - stack_keys

@@ -116,7 +116,7 @@ def check_rule_fields(rules: Sequence[Rule]) -> None:
     refuse_codes_with_kept_scales(rules)
 
 
-#: Fields that only layers have, and what does the same in a program.
+#: Fields that only layers have, and the equivalent in a program.
 _LAYER_FIELDS = {
     "output": "layers of Flax (jchop.nn); in a program, give the product that takes the result an activation, or round "
     "the result by jchop.round_to_format",

@@ -304,7 +304,7 @@ class KVCache:
         return jnp.where(self.overflowed[:, None, None, None], jnp.nan, numbers)
 
     def _numbers(self, rows: KVRows, name: str, positions: Array) -> Array:
-        """Keys or values in all slots, with those of recent tokens as they came, and rotated back."""
+        """Keys or values in all slots, with the recent tokens as they came, and rotated back."""
         numbers = masked_numbers(rows, positions[:, :, None])
         if self.recent is not None:
             slots = (positions % self.recent.slot_positions.shape[1])[:, :, None, None]

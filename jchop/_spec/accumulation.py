@@ -291,7 +291,7 @@ _ROUNDING_FIELDS = ("operands", "product", "accumulate")
 
 
 def _is_merged_sum_exact(fmt: ScaledFormat, order: Order) -> bool:
-    """Whether a sum of products times its scales is exact in float32, and that of a block in two words of 24 bits."""
+    """Whether a sum of products times its scales is exact in float32, and a block's sum in two words of 24 bits."""
     element, block = fmt.element, order.block or 0
     assert isinstance(element, FloatFormat) and isinstance(fmt.group, int) and order.bits is not None
     bits = element.emax + 1 - (element.emin - element.frac_bits) + fmt.scale_format.frac_bits + 1

@@ -258,7 +258,7 @@ def _index_entry(axis: int, entry: Any, n: int) -> Index:
         is_integer = not isinstance(entry, bool) and hasattr(entry, "__index__")
     if not is_integer:
         raise TypeError(f"index {entry!r} of a QArray must be an integer, a slice, or an array of integers")
-    if not isinstance(entry, Tracer):  # JAX would clamp what is out of range
+    if not isinstance(entry, Tracer):  # JAX would clamp an index out of range
         values = np.asarray(entry if isinstance(entry, jax.Array) else operator.index(entry))
         outside = values[(values < -n) | (values >= n)]
         if outside.size:

@@ -90,7 +90,7 @@ def plan_chunk_cut(shape: Sequence[int], itemsize: int, fmt: ScaledFormat | None
         and math.prod(shape)
         and (groupings.WHOLE_AXIS in kinds or fmt.scale_rule.tensor_scale)
     ):
-        return ChunkCut(0, shape[0], kinds, False)  # the ends of a chunk are not those of its kept numbers
+        return ChunkCut(0, shape[0], kinds, False)  # the ends of a chunk are not the ends of its kept numbers
     for axis, size in enumerate(shape):
         inner = math.prod(shape[axis + 1 :]) * itemsize
         unit = units[axis]
@@ -110,7 +110,7 @@ def plan_chunk_cut(shape: Sequence[int], itemsize: int, fmt: ScaledFormat | None
 
 
 def _cut_units(fmt: ScaledFormat | None, ndim: int) -> tuple[list[int], list[bool]]:
-    """For each axis: what the lengths of chunks along it are multiples of, and whether it cannot be cut at all."""
+    """For each axis: the number of which lengths of chunks are multiples, and whether it cannot be cut at all."""
     units, indivisible = groupings.unit_lengths(fmt, ndim), [False] * ndim
     units[-1] *= _CODES_IN_WHOLE_BYTES
     level: Any = fmt

@@ -148,7 +148,7 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Any:
         factor_names = {name: f"{name}.{_FACTORS}" for name in shapes if f"{name}.{_FACTORS}" in file.entries}
         owners |= {*factor_names.values()}
         keys = _random_keys_in(file, owners)
-        # Without a record of shapes the names are those of the parts of parameters.
+        # Without a record of shapes the names are the names of the parts of parameters.
         packed_types = QArray | StoredAs if shapes else QArray
         like_leaves = {} if like is None else {name: leaf for name, _, leaf in leaves_by_name(like_tree, packed_types)}
         for name in (name for name, leaf in like_leaves.items() if _is_random_key(leaf) and name in file.entries):

@@ -88,7 +88,7 @@ def as_rank_axes(axis_name: AxisName) -> RankAxes:
 
 
 def _in_vmap(axes: RankAxes) -> bool:
-    """Whether some axes are those of `jax.vmap`, whose collectives take one axis at a time."""
+    """Whether some axes are axes of `jax.vmap`, whose collectives take one axis at a time."""
     return not set(axes.names) <= set(jax.sharding.get_abstract_mesh().axis_names)
 
 
@@ -348,7 +348,7 @@ def reduce_scatter(wire: Wire, pieces: Array, key: Array | None) -> Array:
 
 
 def _exchange_and_sum(wire: Wire, stages: tuple[RankAxes, ...], pieces: Array, key: Array | None) -> Array:
-    """Exchanges of codes along one stage after the other, each followed by a sum of what arrived."""
+    """Exchanges of codes along one stage after the other, each followed by a sum of the codes that arrived."""
     axes, shape = wire.axes, pieces.shape[1:]
     sum_dtype = operation_carrier(pieces.dtype).name
     # One axis of pieces for each stage that is left, in the order of the mesh axes.
@@ -440,7 +440,7 @@ def quantizes_vectors(spec: Spec) -> bool:
 
 
 def _formats_of_groups(spec: Spec) -> list[ScaledFormat]:
-    """The scaled format, that of its scales, and so on."""
+    """The scaled format, the scaled format of its scales, and so on."""
     formats = []
     part: Any = spec.scaled
     while isinstance(part, ScaledFormat):

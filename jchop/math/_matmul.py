@@ -219,7 +219,7 @@ def _batch_product_jvp(spec: MatmulSpec, impl: str, dtype: Any, primals: tuple, 
 
 
 def _sum_of_products(*factors: tuple[Any, Any]) -> Array | None:
-    """The sum of the carrier's products at full precision, without those of a zero; None if none is left."""
+    """The sum of the carrier's products at full precision, without products of a zero; None if none is left."""
     terms = [
         jnp.matmul(left, right, precision=lax.Precision.HIGHEST)
         for left, right in factors
@@ -387,7 +387,7 @@ def _product_by_slices_jvp(count: int, primals: tuple, tangents: tuple) -> tuple
 
 
 def _with_infinities_and_nan(total: tuple[Array, ...], a: Array, b: Array) -> tuple[Array, ...]:
-    """The results, with the infinities and NaN that those of the factors give: terms are counted, by integers too."""
+    """The results, with the infinities and NaN that the factors' ones give: terms are counted, by integers too."""
     (a_sign, a_inf, a_nan, a_zero), (b_sign, b_inf, b_nan, b_zero) = map(_sign_inf_nan_zero, (a, b))
     finite = a_sign * (1 - abs(a_inf))  # so that inf times inf is one term
     zeros, ones = jnp.zeros_like(a_sign), jnp.ones_like(a_sign)
@@ -397,7 +397,7 @@ def _with_infinities_and_nan(total: tuple[Array, ...], a: Array, b: Array) -> tu
     columns = jnp.stack([jnp.concatenate(parts, -1) for parts in left], -3)
     rows = jnp.stack([jnp.concatenate(parts, -2) for parts in right], -3)
     counts = _int8_matmul(columns, rows)
-    # The infinite terms, of which those of unlike signs cancel; their number; the number of terms that are NaN.
+    # The infinite terms, of which terms of unlike signs cancel; their number; the number of terms that are NaN.
     infinity_signs, infinite_terms, nan_terms = (counts[..., i, :, :] for i in range(3))
     special = jnp.where(infinity_signs < 0, -jnp.inf, jnp.inf).astype(total[0].dtype)
     special = jnp.where((nan_terms > 0) | (abs(infinity_signs) != infinite_terms), jnp.nan, special)

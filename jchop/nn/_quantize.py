@@ -190,7 +190,7 @@ def quantize(
         if any(rule.scale_from is not None for rule in all_rules) or not _pack_plain_layers(result, decisions, rngs):
             _refuse_to_pack(custom)
         check_norm_wrappers(result)
-        mode = "qat"  # what is left is rounded in each call
+        mode = "qat"  # other parameters are rounded in each call
     if batches is not None and any(
         getattr(step, "field", "") == "biases" for step in (steps if isinstance(steps, Sequence) else (steps,))
     ):

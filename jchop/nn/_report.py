@@ -384,7 +384,7 @@ def record_layer_calls(
 
 
 def _record_calls_of(module: Any, path: str, record_call: Callable[[LayerCall], Any]) -> None:
-    """Has a layer note its calls, and return what `record_call` gives."""
+    """Has a layer note its calls, and return the result of `record_call`."""
     base = type(module)
 
     def record_method(method: str) -> Any:

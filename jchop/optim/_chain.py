@@ -534,7 +534,7 @@ def averaged_params(state: Any, params: Any) -> Any:
 
 # -- n of every m ------------------------------------------------------------------------------------------------------
 
-#: Without decay the loss of a least squares problem grows beyond that of pruning once; 0.02 was better than 0.002,
+#: Without decay the loss of a least squares problem grows beyond the loss of pruning once; 0.02 was better than 0.002,
 #: 0.1 and 0.5, under SGD and Adam.
 _DEFAULT_MASK_DECAY = 0.02
 

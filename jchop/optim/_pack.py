@@ -263,7 +263,7 @@ def rows_sharding(leaf: QArray | PackedRows, sharding: NamedSharding) -> NamedSh
 
 
 def _array_codes_shape(shape: tuple[int, ...], rows: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape in which codes of rows are kept: that of the array, with fewer entries along the last axis that can."""
+    """The shape in which codes of rows are kept: the array's, with fewer entries along the last axis that can."""
     size, count = math.prod(shape), math.prod(rows)
     for axis in reversed(range(len(shape))):
         if size and shape[axis] * count % size == 0:

@@ -197,7 +197,7 @@ class Journal:
         self._files = prior.pop("files")
         differences = sorted(name for name in {*prior, *facts} if prior.get(name) != facts.get(name))
         if len(differences) > 1 and "function" in differences:
-            differences.remove("function")  # its digest is that of a trace for parameters and data, and follows them
+            differences.remove("function")  # its digest is of a trace for parameters and data, and follows them
         if differences:
             raise ValueError(
                 f"resume={str(folder)!r} holds a run with other {' and '.join(differences)}; it continues with the "
@@ -205,7 +205,7 @@ class Journal:
             )
 
     def _write(self) -> None:
-        """Write what the run depends on, and the digests of its files."""
+        """Write the facts that the run depends on, and the digests of its files."""
         text = json.dumps({**self._facts, "files": self._files}, indent=1)
         write_atomically(self.folder / _RUN_FILE, lambda file: file.write(text.encode()))
 

@@ -574,7 +574,7 @@ UNARY_FUNCTIONS: dict[str, Callable[[Argument], FunctionValue]] = {
 
 
 # == functions of two arguments ========================================================================================
-# To about 44 bits, since the pairs of 16-bit numbers come closer to boundaries. Special values are those of C
+# To about 44 bits, since the pairs of 16-bit numbers come closer to boundaries. Special values are as in C
 # (ISO/IEC 9899, annex F).
 
 
@@ -604,7 +604,7 @@ def _hypot(x: Argument, y: Argument) -> FunctionValue:
 
 
 def _arctan2(y: Argument, x: Argument) -> FunctionValue:
-    """The angle of (x, y). Infinite coordinates are those of a point of the same angle."""
+    """The angle of (x, y). Infinite coordinates stand for a point of the same angle."""
     both = x.infinite & y.infinite
     is_flat = y.zero | (x.infinite & ~both)
     is_steep = (x.zero & ~y.zero) | (y.infinite & ~both)

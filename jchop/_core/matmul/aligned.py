@@ -38,9 +38,9 @@ from jchop.formats.rounding import Overflow, Rounding
 
 #: The most fraction bits for which a product is cut to one word.
 MOST_WORD_BITS = 28
-#: What the sum of products keeps beyond the bits of c in ``aligned_apart``.
+#: The bits that the sum of products keeps beyond the bits of c in ``aligned_apart``.
 EXTRA_SUM_BITS = 7
-#: The exponent by which products that are all zero are aligned without c; below that of every other product.
+#: The exponent by which products that are all zero are aligned without c; below the exponent of every other product.
 LEAST_PRODUCT_EXPONENT = 4 * (1 - FLOAT32.bias)
 
 
@@ -298,7 +298,7 @@ def _accumulator_parts(c: Array) -> tuple[Array, Array, Array]:
 
 
 def _exponent_of_sum(count: Array, exponent: Array, unit: TensorCoreUnit) -> Array:
-    """The exponent with which c enters the largest; of zero that of float32's subnormals."""
+    """The exponent with which c enters the largest; a zero has the exponent of float32's subnormals."""
     if unit.sum_emin == 1 - FLOAT32.bias:
         return exponent
     return jnp.where(count == 0, 1 - FLOAT32.bias, jnp.maximum(exponent, unit.sum_emin))

@@ -380,7 +380,7 @@ def _blockwise_pairwise_sum(x: Array, y: Array, zero: Array, plan: MatmulPlan, d
 
 
 def _factors_of_each_product(x: Any, y: Any) -> tuple[list, list]:
-    """The factors of each product of a block, from trees of arrays like those of `_outer_factors`."""
+    """The factors of each product of a block, from trees of arrays as `_outer_factors` gives them."""
     count = jax.tree.leaves(x)[0].shape[0]
     x_factors = [jax.tree.map(lambda v: v[i][:, :, None], x) for i in range(count)]  # noqa: B023
     return x_factors, [jax.tree.map(lambda v: v[i][:, None, :], y) for i in range(count)]  # noqa: B023

@@ -92,7 +92,7 @@ def make_grid(fmt: formats.ElementFormat, carrier: Carrier) -> Grid:
 
 
 def _tapered_grid(fmt: formats.TaperedFormat, carrier: Carrier) -> Grid:
-    """The ends of a tapered format; the fields of an even grid are those of the most fraction bits, or of strings."""
+    """The ends of a tapered format; the fields of an even grid are for the most fraction bits, or for strings."""
     of_strings = isinstance(fmt, formats.StringFormat)
     top = _bits_or_end(Fraction(fmt.max), carrier)
     return Grid(

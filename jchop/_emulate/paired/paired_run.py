@@ -261,7 +261,7 @@ class PairedRun(lanes.LaneRunner):
             self._check_stop(step, measure, result, operands, f"{step.name} of {{given}} is {{result}}")
 
     def _look_at_literals(self, step: EmulatedStep, seeds: LaneSeeds, args: list[ValuePair]) -> None:
-        """Counts the literals that overflow or become zero, and those of calls and loops that are not finite."""
+        """Counts the literals that overflow or become zero, and the literals of calls and loops that are not finite."""
         first = id(step) not in self.literal_steps
         for i, low, measure in self.literals_out_of_range(step, seeds, args):
             own = self.literal_steps.setdefault(id(step), replace(step, kind="constant"))

@@ -414,7 +414,7 @@ def _call_at(jaxpr: Any, place: int, function: NamedFunction) -> tuple[Any, int]
 
 
 def _have_dtypes(operands: Sequence[Any], names: Sequence[str]) -> bool:
-    """Whether operands are of one dtype of floating-point numbers, or of integers, as those of the example are.
+    """Whether operands are of one dtype of floating-point numbers, or of integers, as in the example.
 
     An integer that is a constant may stand for a floating-point number.
     """

@@ -55,7 +55,7 @@ _SCATTER_SUMS = frozenset(("scatter-add", "scatter-sub"))
 _TERM_SUMS = frozenset(("reduce_sum", "cumsum", "reduce_window_sum", "psum", "psum_invariant")) | _SCATTER_SUMS
 #: Sums of products.
 _PRODUCT_SUMS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"))
-#: The equations whose digits are compared with those of their operands.
+#: The equations whose digits are compared with the digits of their operands.
 _CANCELLATION_OPS = _TERM_SUMS | _PRODUCT_SUMS | {"add", "sub", "div"}
 #: The kinds of equations that round nothing, or the exact result.
 _EXACT_KINDS = SILENT_KINDS | {"exact", "power"}
@@ -301,7 +301,7 @@ def _measure_digits(
 
 
 def _check_carrier_digits(plan: ProgramPlan) -> None:
-    """Refuses operations whose results in the carrier have no bits below those of the format, so that nothing draws."""
+    """Refuses operations whose results in the carrier have no bits below the format's, so that nothing draws."""
     for step in plan.walk():
         spec = step.choice.spec
         if spec is None or not spec.rounding.stochastic or not isinstance(spec.format, FloatFormat):

@@ -34,7 +34,7 @@ def _norm_of_leaves(values: list[np.ndarray]) -> float:
     return math.sqrt(math.fsum(float(np.sum(np.abs(x) ** 2)) for x in values))
 
 
-#: Of the errors of all numbers of a result, and the result: the norm over that of the result, the norm, the largest.
+#: Of the errors of all numbers of a result, and the result: the norm over the result's norm, the norm, the largest.
 ERROR_METRICS: dict[str, Callable[[list[np.ndarray], list[np.ndarray]], float]] = {
     "relative": lambda errors, exact: _norm_of_leaves(errors) / (_norm_of_leaves(exact) or 1.0),
     "absolute": lambda errors, exact: _norm_of_leaves(errors),

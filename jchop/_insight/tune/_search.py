@@ -176,7 +176,7 @@ class AssignmentSearch:
         pairs = [(one, two) for one in moves for two in moves if one[0] < two[0]]
         assignments = [self._neighbour(current, *change) for change in [*((move,) for move in moves), *pairs]]
         costs = [(self.cost(assignment), assignment) for assignment in assignments]
-        # Those that save little are the likeliest to be allowed; what they save adds up.
+        # Options that save little are the likeliest to be allowed; their savings add up.
         for _, assignment in sorted(
             (pair for pair in costs if pair[0] < current.cost), key=lambda pair: (-pair[0], pair[1])
         ):

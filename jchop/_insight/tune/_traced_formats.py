@@ -38,7 +38,7 @@ from jchop.formats import FloatFormat
 from jchop.formats._catalogue import bfloat16, binary16, binary32
 from jchop.formats.rounding import Overflow, Rounding
 
-#: The most significant bits: 2 p + 2 are at most those of float64.
+#: The most significant bits: 2 p + 2 are at most the significant bits of float64.
 _MOST_PRECISION = (FLOAT64.fraction + 1 - 2) // 2
 #: Products of the smallest values, and of the largest, are normal numbers of float64.
 _LEAST_EXPONENT, _MOST_EXPONENT = -500, 500
@@ -322,7 +322,7 @@ def _tunable_elementary(run: _LevelRunner, step: EmulatedStep, site: int, args: 
 
 
 def _tunable_sum(run: _LevelRunner, step: EmulatedStep, site: int, args: list[Any]) -> list[Any]:
-    """The carrier's sum, or that of the site's rule of sums."""
+    """The carrier's sum, or the sum of the site's rule."""
     highest = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
     params = {"precision": highest} if "precision" in step.eqn.params else {}
     rules = [choice.accumulate for choice in run.menu]
@@ -363,7 +363,7 @@ _TUNABLE_BY_KIND: dict[str, Callable[[_LevelRunner, EmulatedStep, int, list[Any]
 
 @dataclass
 class _RowSteps:
-    """The arithmetic of the algorithms of linear algebra, as `Steps` has it; those of `_TUNABLE_LINALG` use no more."""
+    """The arithmetic of the algorithms of linear algebra, as `Steps` has it; `_TUNABLE_LINALG` uses no more."""
 
     round: Callable[[Array], Array]
 

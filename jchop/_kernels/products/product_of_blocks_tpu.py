@@ -87,7 +87,7 @@ def tpu_product_of_blocks(
         (w, grid.blocks("bjt", None, tiling.block_n, tiling.block_k)),
     ]
     for name, part in parts_by_name.items():
-        # (batch, steps, m, blocks) of x, (batch, steps, blocks, n) of w; one along the sum is that of a single step.
+        # (batch, steps, m, blocks) of x, (batch, steps, blocks, n) of w; one along the sum is as for a single step.
         step, count = ("t", steps) if changes[name] else ("one", 1)
         if changes[name]:
             part = jnp.pad(part, ((0, 0), (0, 0), (0, steps * blocks - part.shape[2])))

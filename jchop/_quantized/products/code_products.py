@@ -43,7 +43,7 @@ from jchop.formats import CodebookFormat, FloatFormat, UniformFormat
 #
 # An image is (n, *space, channels), a kernel (*places, groups, rows, channels of a group). A sum runs over the places
 # of the kernel in their order, then over the channels of a group. If scales change along it, the windows of the image
-# are rows of a matrix, and the product is that of matrices. So it is for GPUs, whose units have no convolution of
+# are rows of a matrix, and the product is one of matrices. So it is for GPUs, whose units have no convolution of
 # int8 with int32 sums, and for kernels of more than 1,024 places. Else it is one convolution, by channels: on CPUs of
 # float32 numbers, of so many channels at a time that a sum of integers is exact.
 #

@@ -408,7 +408,7 @@ def _multiply_blocks_body(
         w: elements (batch, n, k).
         parts: of each operand scales and zero points, (batch, rows, blocks), or (batch, rows, 1) if they are one along
             the sum.
-        names: what they are, of "x_scale", "w_scale", "x_zero", "w_zero".
+        names: the name of each part, of "x_scale", "w_scale", "x_zero", "w_zero".
         block: numbers of the sum in a block.
         dtype: of the result.
         apart: as in `MatrixSums`.

@@ -277,7 +277,7 @@ _KEY_NAMES: tuple[str, ...] = (
 
 
 def _product_of_codes(product: AnyProduct, x: Array, w: Array, both: Any, extra: tuple[Array, ...]) -> Array:
-    """The product of the codes of rounded operands; its derivative is that of the product of their numbers."""
+    """The product of the codes of rounded operands; its derivative is as for the product of their numbers."""
     shapes, dtype = (x.shape, w.shape), _base_product(product).preferred_element_type or jnp.result_type(x, w)
 
     def run(values: list[Array], both: tuple[CodedArray, CodedArray]) -> Array:

@@ -55,7 +55,7 @@ class OperandLayouts(NamedTuple):
 
 
 class _Product:
-    """What the products have in common."""
+    """The common part of the products."""
 
     @cached_property
     def forward(self) -> OperandLayouts:

@@ -20,7 +20,7 @@ from jchop.formats import ElementFormat, ScaledFormat
 
 #: The fields of a rule that are specs.
 SPEC_FIELDS = ("weight", "activation", "output", "bias", "gradient", "input_gradient", "weight_gradient", "cache")
-#: What a rule's `operation` may select: the primitives of JAX by the names of their functions.
+#: The operations that a rule's `operation` may select: the primitives of JAX by the names of their functions.
 OPERATION_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "dot_general": "dot_general",
@@ -356,7 +356,7 @@ def exclusion_advice(paths: Iterable[str], before: Rule, fields: str = "") -> st
     return f"Put Rule({pattern!r}{fields}) before {before}: {reason}"
 
 
-#: One rule, several, or what `as_rule_tuple` makes them of.
+#: One rule, several, or an argument of `as_rule_tuple`, which makes them.
 RuleLike = Rule | SpecLike | Mapping[str, Any] | Iterable[Rule]
 
 

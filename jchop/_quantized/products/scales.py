@@ -63,7 +63,7 @@ def round_under_state(
     if isinstance(source, MovingAverage):
         own_range = finite_range(x)
         moved = state if fixed else source.decay * state + (1 - source.decay) * own_range
-        span = after = jnp.where(jnp.isnan(state), own_range, moved)  # that of `x` if there is none
+        span = after = jnp.where(jnp.isnan(state), own_range, moved)  # the range of `x` if there is none
     elif isinstance(source, DelayedScaling):
         span, after = update_history(source, state, x)
     return round_in_range(x, spec, span, key), after
@@ -181,7 +181,7 @@ _round_lsq.defvjp(_round_lsq_fwd, _round_lsq_bwd)
 
 
 _PERCENTILE_METHOD = re.compile(r"percentile\(([0-9]{1,3}(?:\.[0-9]{1,99})?)\)")
-#: So many ranges are tried, each a share of that of the data; as torchao does.
+#: So many ranges are tried, each a share of the data's range; as torchao does.
 _RANGE_SHARES = 100
 
 
@@ -276,7 +276,7 @@ def _min_max_range(x: Array) -> Array:
 
 
 def _percentile_range(x: Array, share: float) -> Array:
-    # In float32, places among thousands of numbers are off: those of NumPy are in float64.
+    # In float32, places among thousands of numbers are off: NumPy's places are in float64.
     most = float(np.percentile(np.abs(_data_in_float64(x, f"percentile({share:g})")), share))
     return jnp.clip(_min_max_range(x), -most, most)
 

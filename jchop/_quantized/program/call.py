@@ -70,7 +70,7 @@ class LazyParam:
     def numbers(self, keys: Keys | None) -> Any:
         """The rounded numbers."""
         key, placement, packed, factors = None, self.placement, self.value, None
-        if self.factors_fit and not self.stack:  # what is stored is computed with, and the factors by the product
+        if self.factors_fit and not self.stack:  # stored numbers are used, and the product has the factors
             factors, packed = packed.input_factors.reshape(-1), packed.without_factors
         if is_packed_param(packed):
             low = full = unpack_param(packed)

@@ -181,7 +181,7 @@ class ProvenancePlanner(Planner):
             return replace(result, out=facts, moves=True)
         data = any(fact.data for i, fact in enumerate(facts) if i not in _INDEX_OPERANDS.get(name, ()))
         if not any(fact.origins or (fact.opaque_uses and not fact.data) for fact in facts):
-            data = any(result.data)  # what data choose among constants
+            data = any(result.data)  # the constants that data choose
         from_keys = any(fact.from_keys for fact in facts)
         # One that sums over no axis multiplies, as `mul` does.
         sums = name in _PRODUCT_READERS and (name != "dot_general" or bool(eqn.params["dimension_numbers"][0][0]))
@@ -225,7 +225,7 @@ class ProvenancePlanner(Planner):
         return replace(result, uses=uses, out=tuple(outs), moves=name in provenance.MOVE_PRIMITIVES)
 
     def _out(self, eqn: Any, facts: Sequence[provenance.Provenance], number: int) -> provenance.Provenance:
-        """What is known of one of the results, that no data reaches."""
+        """The facts about one of the results, that no data reaches."""
         name, shape, origins = eqn.primitive.name, getattr(eqn.outvars[number].aval, "shape", ()), {}
         for v, fact in zip(eqn.invars, facts, strict=True):
             for origin in fact.origins:
@@ -238,7 +238,7 @@ class ProvenancePlanner(Planner):
         )
 
     def _look_up(self, step: ProductStep) -> ProductStep:
-        """Of rows, an embedding; of whole matrices, those of experts; by the counter of a loop, one of its layers."""
+        """Of rows, an embedding; of whole matrices, experts' matrices; by the counter of a loop, one of its layers."""
         eqn, fact = step.eqn, step.known[0]
         out = self._out(eqn, (fact, *(provenance.NO_PROVENANCE for _ in eqn.invars[1:])), 0)
         index_axes, sizes, uses = _LOOK_UP_AXES[step.name](step), eqn.params["slice_sizes"], []
@@ -246,7 +246,7 @@ class ProvenancePlanner(Planner):
             along = [parts for parts, n in zip(after.axes, eqn.outvars[0].aval.shape, strict=True) if parts and n != 1]
             if index_axes and len(along) <= 1:
                 among = [parts for i, parts in enumerate(before.axes) if i in index_axes or sizes[i] != 1]
-                # Rows that are looked up are kept; along a row is what a product would sum over.
+                # Rows that are looked up are kept; a product would sum along a row.
                 row = tuple(part for parts in along or _last_factor(step, before, index_axes) for part in parts)
                 free = (tuple(part for part in parts if part not in row) for parts in among)
                 rows = provenance.MatrixView(tuple(filter(None, free)), row)
@@ -355,7 +355,7 @@ def _is_weight_matrix(origin: provenance.ParamOrigin, layout: OperandLayout, bat
 def _last_factor(
     step: ProductStep, origin: provenance.ParamOrigin, index_axes: set[int]
 ) -> list[provenance.AxisFactors]:
-    """The last axis of a parameter of which data choose single numbers: that of the groups, as for its rows."""
+    """The last axis of a parameter of which data choose single numbers: the axis of the groups, as for its rows."""
     batch = step.eqn.params["dimension_numbers"].operand_batching_dims if step.name == "gather" else ()
     parts = [part for i in sorted({*index_axes, *batch}) for part in origin.axes[i]]
     return [(part,) for part in parts[-1:]]

@@ -157,7 +157,7 @@ def _move_axes(
     if name == "reshape" and params.get("dimensions") is None:
         if (whole := _reshape_axes(axes, shape, out)) is not None:
             return whole
-        # A piece of a stack, such as its first layers, is cut anew along the stack: the other axes stay what they are.
+        # A piece of a stack, such as its first layers, is cut anew along the stack: the other axes stay the same.
         uncut = tuple(a if math.prod(p.size for p in a) == n else () for a, n in zip(axes, shape, strict=True))
         return _reshape_axes(uncut, shape, out) if any(uncut) else None
     return None
@@ -170,7 +170,7 @@ def other_axes(axes: Iterable[int], ndim: int) -> list[int]:
 
 
 def _window_axes(params: Mapping[str, Any], before: Sequence[int], _: Any) -> Iterator[tuple[int, int]]:
-    """The axes of the windows of a gather; those of which one index is taken are gone."""
+    """The axes of the windows of a gather; axes of which one index is taken are gone."""
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
     kept = other_axes((*numbers.collapsed_slice_dims, *numbers.operand_batching_dims), len(before))
     return ((axis, out) for axis, out in zip(kept, numbers.offset_dims, strict=True) if sizes[axis] != 1)
@@ -206,7 +206,7 @@ _COLLECTIVES_TEXT = """
 ADD_PRIMITIVES = frozenset(["add", "sub"])
 #: Writes into an array at indexes.
 SCATTER_PRIMITIVES = frozenset(["scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"])
-#: Each axis stays what it is, though perhaps shorter or longer.
+#: Each axis stays the same, though perhaps shorter or longer.
 SAME_AXES_PRIMITIVES = frozenset(_SAME_AXES_TEXT.split())
 #: Computes with numbers that stand at the same place, or before it along an axis; the result has their axes.
 ELEMENTWISE_PRIMITIVES = frozenset(_ELEMENTWISE_TEXT.split()) | SCATTER_PRIMITIVES
@@ -291,7 +291,7 @@ def _device_pieces(
 ) -> tuple[AxisFactors, tuple[AxisFactors, ...]]:
     """The axis of the devices, and the others, if each device has a piece of one axis; empty if it is not known which.
 
-    The axes of a piece are those of the whole parameter, so that they are longer than its shape says.
+    The axes of a piece are the axes of the whole parameter, so they are longer than its shape says.
     """
     cut = [i for i, parts in enumerate(axes) if parts and math.prod(p.size for p in parts) == shape[i] * devices]
     if len(cut) != 1 or (slowest := axes[cut[0]][0]).size % devices:

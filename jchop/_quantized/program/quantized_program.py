@@ -305,7 +305,7 @@ def plan_quantized_program(
 def _products_with_rules(
     plan: ProgramPlan, rules: Sequence[Rule], numbers: Sequence[int | None], classes: Mapping[str, str]
 ) -> Iterator[tuple[ProductStep, Rule | None]]:
-    """The products of a program, each with its rule: that of its first parameter, or of its scope."""
+    """The products of a program, each with its rule: the rule of its first parameter, or of its scope."""
     for step in plan.walk():
         if step.refusal:
             yield step, None
@@ -475,7 +475,7 @@ def check_weight_rules(programs: Sequence[QuantizedProgram]) -> None:
 
 
 def _reach_text(program: QuantizedProgram, number: int, hint: str) -> str:
-    """What a parameter of a rule reaches that is not rounded, else the product that it shares; and a hint.
+    """Where a parameter of a rule goes that is not rounded, else the product that it shares; and a hint.
 
     There is no hint where a function of jchop takes the parameter.
     """

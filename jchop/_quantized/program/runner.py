@@ -145,7 +145,7 @@ class QuantizedRunner(Runner):
         moving = first.codes if isinstance(first, RoundedAndFull) else None
         codes: list[CodedArray | None] = [None] * len(low)
         if moving is not None and not any(isinstance(x, RoundedAndFull) for x in rest):
-            fill = part.eqn.params.get("fill_value")  # beyond the end of what a gather reads
+            fill = part.eqn.params.get("fill_value")  # beyond the end of the array that a gather reads
             if part.name == "convert_element_type":
                 codes = [moving]
             elif part.name in _CODE_MOVES and (fill is None or fill != fill):
@@ -179,7 +179,7 @@ class QuantizedRunner(Runner):
 
 
 class _InlineRunner(Runner):
-    """Another runner, for a program whose results stay what they are: arrays, or parameters that have moved."""
+    """Another runner, for a program whose results stay the same: arrays, or parameters that have moved."""
 
     def __init__(self, runner: QuantizedRunner) -> None:
         self.prepare, self.run, self.control = runner.prepare, runner.run, runner.control
@@ -210,7 +210,7 @@ def _with_factors_on_inputs(step: ProductStep, args: list[Any]) -> list[Any]:
 
 
 def _no_codes_message(failures: dict[str, tuple[ProductStep, ProductRoundings]], paths: Sequence[str]) -> str:
-    """Why weights have no codes, and what to do."""
+    """Why weights have no codes, and how to change that."""
     path, *others = failures
     step, roundings = failures[path]
     why = "computed with before the product, or put in another order, or sent between devices"
@@ -369,7 +369,7 @@ class ScaleStateRunner(QuantizedRunner):
         return last
 
     def _carried_entries(self, step: ProductStep, rows: Mapping[str, Array]) -> tuple[dict[str, Array], set[str]]:
-        """The entries that a loop carries, which are those of no single iteration, and the names that it updates."""
+        """The entries that a loop carries, which belong to no single iteration, and the names that it updates."""
         slots = self._slots_in(step)
         names = [slot.name for slot in slots if slot.name in self.entries and slot.name not in rows]
         updated = self._updated_names(slots) if self.mode == "update" else set()

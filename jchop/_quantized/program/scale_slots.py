@@ -218,7 +218,7 @@ _ENCLOSURE_NAMES = dict.fromkeys(CUSTOM_CALLS, "a function with a derivative of 
 
 
 def _enclosure_text(around: Sequence[ProductStep]) -> str:
-    """What data cannot come out of; empty if they come out of all steps around."""
+    """The steps that data cannot come out of; empty if they come out of all steps around."""
     closed = (step for step in around if "passed" not in roles_of(step) and not turns_around([step]))
     names = [_ENCLOSURE_NAMES.get(step.name, step.name) for step in closed]
     return next((name for name in names if name != _WHILE_LOOP), names[0] if names else "")

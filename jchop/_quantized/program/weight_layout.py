@@ -61,7 +61,7 @@ class WeightLayout:
         return x if self.rotation is None else map_over_stack(x.ndim - self.ndim, self.rotation.parameter, x)
 
     def _map(self, run: Callable[..., Any], x: Array, *keys: Array | None, beside: tuple[Any, ...] = ()) -> Any:
-        """A function of each array of a stack, in the shape that is rounded, of what is beside it, and of keys."""
+        """A function of each array of a stack, in the shape that is rounded, of the values beside it, and of keys."""
         stack = x.ndim - self.ndim
         arrays = reshape(x, x.shape[:stack] + self.shape), *beside
         return map_over_stack(stack, lambda arrays, *keys: run(*arrays, *keys), arrays, *keys)
@@ -196,7 +196,7 @@ def stack_ndim(shape: Sequence[int], view: provenance.MatrixView) -> int:
 
 
 def _neighbours(ids: Sequence[int], sizes: Sequence[int]) -> list[int] | None:
-    """The parts in their order with those of one number between them; None if others lie between them."""
+    """The parts in their order with the parts of one number between them; None if others lie between them."""
     run = [i for i in range(min(ids), max(ids) + 1) if i in ids or sizes[i] == 1]
     return run if len(run) == run[-1] - run[0] + 1 else None
 
@@ -299,7 +299,7 @@ def _merge_axis_factors(
 
 
 def _kind_of_pair(slow: AxisGrouping, fast: AxisGrouping, n: int) -> AxisGrouping | None:
-    """The grouping of an axis from those of its slow and its fast part, of n indexes; None if there is none."""
+    """The grouping of an axis from the groupings of its slow and its fast part, of n indexes; None if there is none."""
     if slow == OWN_SCALE:
         short = fast == WHOLE_AXIS or (isinstance(fast, int) and fast >= n)
         return n if short else fast if fast == OWN_SCALE or n % int(fast) == 0 else None

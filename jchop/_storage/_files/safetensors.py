@@ -405,7 +405,7 @@ def _read_index(path: Path) -> dict[str, str]:
     return homes
 
 
-# -- parts of tensors: those of the devices of one process, without the others -----------------------------------------
+# -- parts of tensors: the parts on the devices of one process, without the others -------------------------------------
 
 
 def spans_processes(leaf: Any) -> bool:

@@ -53,7 +53,7 @@ CACHE_COLLECTION = "cache"
 _CACHE_VARIABLES = ("cached_key", "cached_value")
 _NORMS = (nn.BatchNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.InstanceNorm)
 _ATTENTIONS = (nn.MultiHeadDotProductAttention, nn.MultiHeadAttention)
-#: What layers compute with their parameters, as a rule's `operation` names it.
+#: The operations of layers with their parameters, as a rule's `operation` names them.
 _OPERATIONS: Mapping[type, str] = MappingProxyType(
     {
         **dict.fromkeys((nn.Dense, nn.DenseGeneral, nn.Einsum, *_ATTENTIONS), "dot_general"),
@@ -222,7 +222,7 @@ class LayerRoundings:
 
 
 def _own_params(layer: nn.Module) -> dict[str, Array]:
-    """The parameters of a module, without those of modules in it."""
+    """The parameters of a module, without the parameters of modules in it."""
     params = nn.meta.unbox(dict(layer.variables).get("params", {}))
     return {name: value for name, value in params.items() if isinstance(value, jax.Array)}
 
@@ -576,7 +576,7 @@ _cached_linen_function = lru_cache(maxsize=256)(_new_linen_function)
 
 
 def _map_norm_scales(params: Any, norms: Norms, rules: tuple[Rule, ...], rngs: Any, packs: bool) -> Any:
-    """Parameters with the scales of norms rounded, or packed; those of a stack of norms each by itself."""
+    """Parameters with the scales of norms rounded, or packed; each scale of a stack of norms by itself."""
     scaled = [(path, norm.number, norm.scale) for path, norm in norms if norm.scale is not None]
     leaves = flat_params(params) if scaled else {}
     for i, (path, number, layout) in enumerate(scaled):
@@ -646,5 +646,5 @@ def _param_and_scale_collections(params: Any, scales: Scales) -> dict[str, Any]:
     return {"params": params, **({SCALE_COLLECTION: nest_params(scales.stats)} if scales.stats else {})}
 
 
-#: The name of a learned scale, and that of its parameter.
+#: The name of a learned scale, and the name of its parameter.
 _LEARNED_SCALE_NAME = re.compile(r"(.+)_(?:weight|activation)_scale(?:_[0-9]+)?")

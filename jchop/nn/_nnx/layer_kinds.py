@@ -416,7 +416,7 @@ def codes_in_own_shape(
     codes: QArray, layout: OperandLayout, shape: tuple[int, ...], stack_ndim: int
 ) -> tuple[QArray, OperandLayout | None]:
     """As `pack_param` returns it, of codes and scales in a layout."""
-    # Layer by layer, so that the spec is that of one layer: as an axis among others, that of the stack would be named.
+    # Layer by layer, so that the spec is for one layer: as an axis among others, the stack's axis would be named.
     own = map_over_stack(stack_ndim, lambda one: restore_param_axes(one, layout, shape), codes)
     return (codes, layout) if own is None else (own, None)
 
@@ -468,7 +468,7 @@ def fork_rounding_stream(rule: Rule, rngs: nnx.Rngs | None, path: str) -> nnx.Rn
             f"rngs=None, but {rule} rounds stochastically in the layer {path!r}: pass flax.nnx.Rngs, for example "
             f"rngs=nnx.Rngs({rule.stochastic_stream}=0)"
         )
-    stream = getattr(rngs, rule.stochastic_stream, None)  # that of the name, or "default"
+    stream = getattr(rngs, rule.stochastic_stream, None)  # the stream of the name, or "default"
     if stream is None:
         raise ValueError(
             f"rngs has no stream {rule.stochastic_stream!r}, which {rule} draws from in the layer {path!r}: it has "

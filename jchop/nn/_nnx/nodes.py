@@ -226,7 +226,7 @@ def _put_leaf_on_devices(leaf: Any, where: NamedSharding) -> Any:
 
 
 def _leaf_shardings(value: Any, sharding: NamedSharding) -> Any:
-    """The sharding of each leaf of an array, or of codes and scales, by that of the array."""
+    """The sharding of each leaf of an array, or of codes and scales, by the sharding of the array."""
     if not isinstance(value, QArray | StoredAs):
         return sharding
     specs = _leaf_partition_specs(value, sharding.spec, sharding.mesh)
@@ -234,7 +234,7 @@ def _leaf_shardings(value: Any, sharding: NamedSharding) -> Any:
 
 
 def _leaf_partition_specs(value: QArray | StoredAs, spec: PartitionSpec, mesh: Any) -> Any:
-    """The `PartitionSpec` of each leaf of codes and scales, by that of the array.
+    """The `PartitionSpec` of each leaf of codes and scales, by the `PartitionSpec` of the array.
 
     An axis that codes cannot be cut along is whole in every leaf. Where the mesh has one device along an axis, or no
     mesh is known, scales are cut only if they have one for each number, so that the result fits other meshes, too.

@@ -155,7 +155,7 @@ def is_nnx_program(model: Any) -> bool:
 
 
 def _nnx_program_part(model: Any) -> ProgramPart:
-    """The place of a module under rules: in a model, or that of the model itself."""
+    """The place of a module under rules: in a model, or the place of the model itself."""
     return getattr(model, _PART_ATTRIBUTE)
 
 
@@ -221,7 +221,7 @@ def _part_call_key(
     """A key for the call of a part, which draws nothing.
 
     Raises:
-        ValueError: if the part rounds, and needs what the model alone has.
+        ValueError: if the part rounds, and needs state that the model alone has.
     """
     needs = {"a stream of keys": any(rule.stochastic for rule in part.rules), "kept scales": part.keeps}
     missing = [what for what, needs_it in needs.items() if needs_it]
@@ -291,7 +291,7 @@ _cached_nnx_method_function = lru_cache(maxsize=256)(_new_nnx_method_function)
 @jax.tree_util.register_static
 @dataclass(frozen=True, eq=False)
 class _NonArray:
-    """What is no array: in a result, or in attributes by the path of the module and the name."""
+    """A value that is no array: in a result, or in attributes by the path of the module and the name."""
 
     value: Any
 
@@ -299,7 +299,7 @@ class _NonArray:
 @partial(jax.tree_util.register_dataclass, data_fields=["out", "state", "attributes"], meta_fields=[])
 @dataclass(frozen=True)
 class _MethodResult:
-    """The result of a method, and what it has changed in a model: all state but parameters, and attributes."""
+    """The result of a method, and its changes of a model: all state but parameters, and attributes."""
 
     out: Any
     state: Any

@@ -126,7 +126,7 @@ class ProgramScales(ScaleState):
         scales: as `jchop.quantize_fn` has them.
     """
 
-    observer: Any = None  # what `calibrate` has seen, while it runs the model
+    observer: Any = None  # the data that `calibrate` has seen, while it runs the model
 
     def __init__(self, scales: Scales) -> None:
         self.use_running_average = False
@@ -504,7 +504,7 @@ class RoundedAttention(RoundedProduct):
         forms = OperandForms(self.key()), OperandForms(self.key())
         scores, sums = (partial(rounded_einsum, precision=precision, how=self.how, forms=one) for one in forms)
         sower = None if module is None else SimpleNamespace(sow=lambda _, *named: module.sow(nnx.Intermediate, *named))
-        # Linen's function is that of NNX, with an einsum as an argument.
+        # Linen's function is the one of NNX, with an einsum as an argument.
         weights = dot_product_attention_weights(query, key, bias, mask, module=sower, einsum=scores, **kwargs)  # type: ignore[arg-type]
         return sums("...hqk,...khd->...qhd", weights, value)
 

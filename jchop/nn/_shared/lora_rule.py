@@ -212,7 +212,7 @@ _PEFT_PLAIN_INITS = ("true", "false", "none", "gaussian", "eva", "orthogonal", "
 
 _PEFT_MERGE_ADVICE = "merge the adapters in PEFT (merge_and_unload), and load the weights"
 
-#: What makes a regular expression match in several ways; escapes and sets of characters are read over.
+#: Syntax that makes a regular expression match in several ways; escapes and sets of characters are read over.
 _REGEX_TOKENS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?[:=!]?)?|\)[*+{]?|[|?*+{]", re.DOTALL)
 
 #: The most steps of all patterns of a file.
@@ -336,7 +336,7 @@ def _max_match_ways(pattern: str, longest: int) -> int:
         if token[0] in "\\[":
             continue
         factor = 1
-        if token[0] == "(" and token != "(?":  # of flags and comments, which can hide what repeats
+        if token[0] == "(" and token != "(?":  # of flags and comments, which can hide a repetition
             branches.append(1)
         elif token == "|":
             branches[-1] += 1

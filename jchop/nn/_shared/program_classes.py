@@ -274,7 +274,7 @@ def class_body(
 
 
 def _compute_methods(plain: type, base: type) -> dict[str, Callable[..., Any]]:
-    """The methods of a class that compute, without those of the base of its library."""
+    """The methods of a class that compute, without the methods of the base of its library."""
     base_names = {*dir(base), *getattr(plain, "__dataclass_fields__", ())}
     return {
         name: value

@@ -207,7 +207,7 @@ class Collector(Runner):
         self._add_sums(leaf, compute_sums() if self._in_window is None else _sums_if(self._in_window, compute_sums))
 
     def _add_layer(self, leaf: int, indexes: tuple[int, ...], compute_sums: Callable[[], InputSums]) -> None:
-        """Add sums to those of one layer of a stack, if the layer is within the window."""
+        """Add sums to the sums of one layer of a stack, if the layer is within the window."""
         length, *other_lengths = self.sites.stacks[leaf]
         slot, *other_indexes = indexes
         if self._layer_window is None:

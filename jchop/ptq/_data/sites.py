@@ -102,7 +102,7 @@ class Stage:
     turn: tuple[int, ...] = ()
 
 
-#: A value of which not all numbers are those of its first parameter, so that its slices are not those of this one.
+#: A value with numbers from others than its first parameter, so that its slices are not slices of this parameter.
 _JOINED, _JOINING_PRIMITIVES = 2, frozenset(("concatenate", "pad", "stack"))
 
 
@@ -235,7 +235,7 @@ class _DependenceWalk(ProgramWalk):
 
 
 class _SiteWalk(ProgramWalk):
-    """Finds the sites of a program, in its order; `first_views` are those of the first product of each parameter."""
+    """Finds the sites of a program, in its order; `first_views` are for the first product of each parameter."""
 
     def __init__(
         self, program: Any, first_views: Mapping[int, MatrixView], sites: WeightSites, dependence: Mapping[int, Any]

@@ -292,7 +292,7 @@ def _axes_rule(pairs_of: provenance.AxisPairs, reason: str, ties: bool = False) 
     Args:
         pairs_of: these axes.
         reason: why numbers must have one factor along the others.
-        ties: whether those of the result may be tied to have one.
+        ties: whether the factors of the result may be tied to have one.
     """
 
     def rule(port: Port) -> FactorAssignments:
@@ -310,7 +310,7 @@ def _axes_rule(pairs_of: provenance.AxisPairs, reason: str, ties: bool = False) 
 
 
 def _label_by_axes(port: Port, axes: Mapping[int, int], other: GraphValue, reason: str) -> FactorLabel:
-    """The factors of another value, whose axes are those of this one by number; along others there is one factor."""
+    """The factors of another value, whose axes are the axes of this one by number; along others there is one factor."""
     other_axes = [_runs_of_one_factor(n) for n in other.shape]
     for i, runs in enumerate(port.own):
         if i in axes:

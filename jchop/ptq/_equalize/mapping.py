@@ -124,7 +124,7 @@ def awq_factors(step: Awq, members: Sequence[ChannelWeight], count: int, units: 
 def _candidate_factors(
     inputs: np.ndarray, weights: np.ndarray | None, is_used: np.ndarray, ratio: float, units: int
 ) -> np.ndarray:
-    """The factors of one exponent; those of a unit have 1 in the middle of their range."""
+    """The factors of one exponent; the factors of a unit have 1 in the middle of their range."""
     factors = inputs**ratio if weights is None else inputs**ratio / (weights ** (1 - ratio) + 1e-4)
     factors = np.where(np.isfinite(factors), factors, 1.0).clip(1e-4)
     unit_factors = np.where(is_used, factors, np.nan).reshape(units, -1)
@@ -243,7 +243,7 @@ class _MappingJob:
 
     Args:
         step: the step.
-        record: what is reported.
+        record: the record for the report.
         data: its other programs are of batches of other shapes.
         lazy_sums: the statistics of the inputs, with the program and the sites of the weights that are rounded.
     """
@@ -368,7 +368,7 @@ class _MappingJob:
     def _factors(
         self, members: Sequence[ChannelWeight], count: int, units: Callable[[], int]
     ) -> tuple[np.ndarray, list[str]]:
-        """The factor of each channel, and what was chosen in each unit."""
+        """The factor of each channel, and the choice in each unit."""
         if isinstance(self.step, Smooth):
             return smooth_factors(self.step, members, count), []
         assert isinstance(self.step, Awq)
@@ -386,7 +386,7 @@ class _MappingJob:
         matrices: Any = np.broadcast_to(np.arange(size)[None, :, None], (batch, size, kept))
         channels: Any = site.layout.back(
             matrices
-        )  # those of each element of the weight, then without the axes of outputs
+        )  # the channels of each element of the weight, then without the axes of outputs
         for axis in range(channels.ndim):
             if (channels == (first := channels.take([0], axis))).all():
                 channels = first

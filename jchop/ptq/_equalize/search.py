@@ -147,7 +147,7 @@ class _FoldSearch:
         raise reasons[0]
 
     def _ways(self, state: _PartialFold, value: GraphValue, node: GraphNode) -> list[Any]:
-        """The ways that agree with what is known."""
+        """The ways that agree with the known facts."""
         label = state.labels[value]
         assert label is not None
         is_result = value not in node.ins
@@ -161,7 +161,7 @@ class _FoldSearch:
 
 @dataclass(frozen=True)
 class _PartialFold:
-    """What is known in a search.
+    """The known facts of a search.
 
     Args:
         labels: the labels, None for values without factors.
@@ -386,7 +386,7 @@ def _select_rotation(rotation: _RotationWays, port: Port) -> FactorAssignments:
 
 
 def _dot_rotation(port: Port) -> Iterator[Any]:
-    """A product sums over all of the channels, or none; those of its batch are not mixed."""
+    """A product sums over all of the channels, or none; the channels of its batch are not mixed."""
     dot: Any = port.node.product
     batch = range(len(dot.batch[0])) if port.is_result else dot.batch[port.place]
     batch_runs = [run for axis in batch for run in port.own[axis] if run[1]]
@@ -404,7 +404,7 @@ _ROTATION_RULES: dict[str, Callable[[_RotationWays, Port], FactorAssignments]] =
     "reduce_sum": _sum_rotation,
     "select_n": _select_rotation,
 }
-#: Those of which the rules of factors hold for rotations.
+#: The primitives whose rules of factors hold for rotations.
 _ROTATION_LINEAR_NAMES = """
     add add_any sub neg copy copy_p name stop_gradient sharding_constraint reshard device_put optimization_barrier slice
     dynamic_slice convert_element_type reshape transpose broadcast_in_dim squeeze expand_dims rev cumsum concatenate
