@@ -268,7 +268,7 @@ def _attach_packed_params(tensor: _ModelTensor, codes_by_key: Mapping[str, QArra
 def _model_tensors(
     model: nnx.Module, names: checkpoint.TensorNaming | None, file_names: Any = ()
 ) -> Iterator[_ModelTensor]:
-    """Every parameter of a model, by the first of its names that is in `file_names`, or by its form of a stack there."""
+    """Every parameter of a model, by the first of its names that is in `file_names`, or by its form as a stack."""
     for _, node in nnx.iter_graph(model):
         if isinstance(node, Adapted):
             raise ValueError(
