@@ -345,7 +345,7 @@ def _decode_jvp(form: QArrayForm, primals: tuple, tangents: tuple) -> tuple[Arra
 
 
 def _scale_with_one(which: int, part: int, value: Array) -> Array:
-    """A part of the scales: 1 if it is the chosen one; 0 for the other summand of scales s e + z (parts 1 and 2)."""
+    """A part of the scales: 1 if it is chosen, 0 for the other summand of scales s e + z (parts 1 and 2)."""
     if part == which:
         return jnp.ones_like(value)
     return jnp.zeros_like(value) if part and which else value

@@ -65,8 +65,8 @@ def matmul(a: Any, b: Any, spec: SumSpecLike, key: Key = None, *, impl: Impl = "
         spec: a `jchop.MatmulSpec`: the roundings and the order of the sums. A `jchop.Spec`, a format or text applies to
             the operands, every product and every sum, in sequential order.
         key: a typed key (`jax.random.key`), required if any rounding of `spec` is stochastic. It is split into four,
-            for the elements of `a`, the elements of `b`, the products and the sums. The word of a product or sum has
-            the index ``step 2^32 + o`` in the stream, for the output element with the flat (C order) index o. The step
+            for the elements of `a`, the elements of `b`, the products and the sums. The word of a product or sum of the
+            output element with the flat (C order) index o has the index ``step 2^32 + o`` in the stream. The step
             is k for the product a_k b_k and for its sequential addition, also in a block. It is K + j for the addition
             of block j to the total (j in ``matrix_unit`` order). In pairwise order it is the first index of the right
             part. So the bits do not depend on tiling, device or sharding. Inside `jax.shard_map` each shard counts its

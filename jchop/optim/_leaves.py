@@ -252,7 +252,7 @@ def update_to_target(p: Any, target: Array, dtype: Any = None) -> Array:
     u is the difference t - p, rounded once. It is exact, and so is p + u, if t / 2 <= p <= 2 t (Sterbenz 1974). For `p`
     of 16 bits and u of 32 bits the sum is always t. If |t| >= 2^-16 |p|, its error is below 2^-6 of half a gap at t.
     For smaller t, t and p are multiples of one power of two, and t - p is less than 2^24 times this power. If `p` has
-    the dtype of u, a step over many binades, or a change of sign, can miss t by a unit in its last place. Then no u of
+    the dtype of u, steps over many binades or changes of sign can miss t by a unit in its last place. Then no u of
     that dtype gives t.
 
     Args:

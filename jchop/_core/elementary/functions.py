@@ -667,8 +667,8 @@ def _logaddexp(x: Argument, y: Argument) -> FunctionValue:
 def _power_function(x: Argument, y: Argument) -> FunctionValue:
     """2^(y log2 x).
 
-    log2 x is a number n plus the logarithm of one of 1024 numbers, known to 60 bits, plus log2(1 + t); t is zero for
-    operands of 11 bits. Products with halves of y are exact.
+    log2 x is a number n plus the logarithm of one of 1024 numbers, known to 60 bits, plus log2(1 + t). For operands
+    of 11 bits t is zero. Products with halves of y are exact.
     """
     n, log_parts, log_rest = _binary_logarithm(x)
     number = y.clamp(-60, 2.0**40)
@@ -706,8 +706,8 @@ def _binary_logarithm(x: Argument) -> tuple[Array, tuple[Array, ...], FloatPair]
 def _drop_tail_if_exact(value: FloatPair, exponent: Array) -> FloatPair:
     """The first number alone, if the second is so small that the power is that number.
 
-    A power of a dyadic number that is not a power of two is dyadic, and has 24 bits at most, only for exponents
-    n / 8 <= 15: 3^16 has 26 bits, and so has the number of which 3 is a root of order 16.
+    A power of a dyadic number other than powers of two is dyadic with 24 bits at most only for exponents
+    n / 8 <= 15. For 3^16 has 26 bits, and so has the number of which 3 is a root of order 16.
     """
     eighths = jnp.round(exponent * 8)
     can_be_exact = (eighths == exponent * 8) & (eighths >= 1) & (eighths <= 120)

@@ -182,8 +182,8 @@ def _sqrt_operation(step: _OperationStep, x: Array) -> Array:
 def _barrier_unless_nearest(step: _OperationStep, *args: Array) -> tuple[Array, ...]:
     """Operands or results behind a barrier, for a quotient or root in a mode that does not round to the nearest.
 
-    The quirk `long_fusion_compiled_for_minutes` (`_core/xla/cpu.py`) is the reason: such modes compute more bits, and
-    have comparisons with zero that the vectorizer follows through all the operations before them, and after a quotient.
+    The quirk `long_fusion_compiled_for_minutes` (`_core/xla/cpu.py`) is the reason. These modes compute more bits. The
+    vectorizer follows their comparisons with zero through all the operations before them, and after a quotient.
     """
     return args if step.spec.rounding in _NEAREST_ROUNDINGS else lax.optimization_barrier(args)
 

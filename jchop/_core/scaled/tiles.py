@@ -197,7 +197,7 @@ def plain_tile_scales(
 def _divide_by_short_divisor(largest: Array, plan: ScaledPlan) -> Array:
     """Bits of plain magnitudes over a divisor of 12 bits, rounded to nearest even.
 
-    The product with its inverse is wrong by less than two units in the last place, which the exact rest corrects: no
+    The product with its inverse is wrong by less than two units in the last place, which the exact rest corrects. No
     quotient is so close to the middle of two numbers that the error of the correction has an effect.
     """
     number, divisor = bits_to_float(largest), float(plan.divisors[0])

@@ -385,8 +385,8 @@ def _secant_weights(
 def _sort_moves(equation: _EquationFacts, x: Any, y: Any) -> list[Callable[[Any], list[Any]]]:
     """Two moves of the operand of a sort or `top_k`, between whose changes lies the change of each result.
 
-    Of the operands that have the places up to k in the carrier, the last in the emulated order; and of those that have
-    the places from k on, the first. Both are the result at place k if no operands change places.
+    One gives the last in the emulated order of the operands with the places up to k in the carrier. The other gives the
+    first of the operands with the places from k on. Both are the result at place k if no operands change places.
     """
     params, top = dict(equation.params), equation.primitive.name == "top_k"
     axis = params["axis" if top else "dimension"] + len(equation.axes)
@@ -410,7 +410,7 @@ def _with_secants(
     """The cotangents of operands, with finite ones in place of infinite ones and NaN where those can be had.
 
     Operands that are equal at both ends change no result: theirs are 0. Of an elementwise equation the others have
-    secants: the operands move from one end to the other one by one, in both orders, and each has the mean of its two
+    secants. The operands move to the other end one by one, in both orders, and each has the mean of its two
     changes of the result. These always add up to the whole change.
     """
     pairs = [(low[i], wide[i]) for i in equation.operand_places]

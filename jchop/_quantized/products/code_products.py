@@ -558,8 +558,8 @@ def _multiply_by_panels(x: CodedArray, w: CodedArray, leading: bool, dtype: Any)
 def _panel_reader(w: CodedArray, leading: bool, dtype: Any) -> tuple[int, Callable[[Any, int], list[Array]]]:
     """How many elements share a byte, and a function of a place along the sum and a number of elements there.
 
-    The function gives these as floats, (size, n) or (n, size): one array for each place in a byte, since to put them
-    side by side takes longer than to multiply them apart.
+    The function gives these as floats, (size, n) or (n, size), in one array for each place in a byte. To put them side
+    by side takes longer than to multiply them apart.
     """
     axis, qarray, carrier = 0 if leading else 1, w.qarray, FLOAT32
     if qarray is None:

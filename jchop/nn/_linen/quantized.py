@@ -230,7 +230,7 @@ def _own_params(layer: nn.Module) -> dict[str, Array]:
 def _call_with_packed_cache(call: Callable[..., Any], layer: Any, spec: Spec, *args: Any, **kwargs: Any) -> Any:
     """A call of attention that decodes: it packs the token into its cache, or begins one.
 
-    Linen's own code puts the new token into arrays in full precision, so it is shown those; the function of attention
+    Linen's own code puts the new token into arrays in full precision, so it is shown those. The function of attention
     takes the token out of them again, and into the packed ones.
     """
     if not layer.has_variable(CACHE_COLLECTION, _CACHE_VARIABLES[0]):

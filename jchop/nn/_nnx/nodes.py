@@ -236,8 +236,8 @@ def _leaf_shardings(value: Any, sharding: NamedSharding) -> Any:
 def _leaf_partition_specs(value: QArray | StoredAs, spec: PartitionSpec, mesh: Any) -> Any:
     """The `PartitionSpec` of each leaf of codes and scales, by the `PartitionSpec` of the array.
 
-    An axis that codes cannot be cut along is whole in every leaf. Where the mesh has one device along an axis, or no
-    mesh is known, scales are cut only if they have one for each number, so that the result fits other meshes, too.
+    An axis that codes cannot be cut along is whole in every leaf. If the mesh has one device along an axis, or is not
+    known, scales are cut only if there is one for each number. So the result fits other meshes, too.
     """
     qarray = value.stored if isinstance(value, StoredAs) else value
     entries: Sequence[Any] = (*spec, *[None] * (len(value.shape) - len(spec)))

@@ -175,8 +175,8 @@ class Collector(Runner):
             values: its arguments.
             overrides: those that each trajectory has changed, by their index.
             seeds: of random roundings.
-            window_start: the first turn of the outermost loop over a stack of each parameter, or of its constant
-                indexes, if only a window of them is summed. Default: all.
+            window_start: if only a window of turns is summed, its first turn of the outermost loop over a stack of each
+                parameter, or of its constant indexes. Default: all.
             window_size: how many turns these are.
         """
         self._window = self._layer_window = None if window_size is None else (window_start, window_size)

@@ -1,7 +1,7 @@
 """Which parameters take up the factors of channels, or their rotation, so that the function stays the same.
 
-For a rotation, a label of power 1: the channels of a value are multiplied by an orthogonal matrix, along the
-runs that are not tied. A label of power 2: they are the squares of these numbers, which can only be summed.
+For a rotation, a label of power 1: an orthogonal matrix multiplies the channels of a value, along the runs
+that are not tied. A label of power 2: they are the squares of these numbers, which can only be summed.
 """
 
 from __future__ import annotations

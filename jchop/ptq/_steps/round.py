@@ -325,8 +325,8 @@ def clip_groups(
 ) -> Array:
     """A parameter whose groups are clipped so that the errors of its product are least.
 
-    Each group is rounded by itself. Its share of the error comes from its own inputs: tr(E^T H E) for the errors E of
-    the group and the rows and columns of H that it has. Before a sweep, which takes the error of a column off the
+    Each group is rounded by itself. Its share of the error comes from its own inputs: tr(E^T H E), with the group's
+    errors E and its rows and columns of H. Before a sweep, which takes the error of a column off the
     others, the rest of each error counts. Numbers then move, so a share must save `_LEAST_GAIN` of it, or the
     group keeps its range. Numbers beyond the ends of the clipped group keep their values, and are rounded to the ends
     of its scale.
