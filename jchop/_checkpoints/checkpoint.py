@@ -300,7 +300,7 @@ def load_checkpoint(
 ) -> Any:
     """Reads a checkpoint of another program, quantized or not, as arrays and QArrays by name, or into a model.
 
-    The weights stay packed. The numbers of a QArray are those that the layout defines in float32, bit for bit but for
+    The weights stay packed. The layout defines the numbers of a QArray in float32, which are kept bit for bit but for
     the sign of zeros. A weight has the axes (out, in) of its model in every layout.
 
     In a model of Flax NNX, a packed weight gets the layer of `jchop.nn` that `jchop.nn.quantize` makes with
@@ -318,11 +318,11 @@ def load_checkpoint(
         like: a model of Flax NNX with the structure, shapes, dtypes and shardings, not quantized; under
             `flax.nnx.eval_shape` its construction allocates no arrays. Or a module of Equinox or a container of arrays,
             which may be abstract, with the axes of the file. Default: none, for arrays by name.
-        names: a function that gives a tensor's name in the file for that by its path in `like`. Default: the same.
+        names: a function that gives a tensor's name in the file for its path in `like`. Default: the same.
         exact: whether NVFP4 keeps every bit: its groups then have float32 scales, unless the reciprocal of
             ``weight_global_scale`` gives the same numbers. With False the scales stay in 8 bits, and numbers may differ
             in their last bit. Default True.
-        skip: a pattern of names that are not read, such as ``"visual"``; beside `like`, of those that it does not need.
+        skip: a pattern of names that are not read, as ``"visual"``; beside `like`, of names that it does not need.
             Default: none.
         strict: whether an array that cannot be read is an error. With False it is left out, and a warning
             (RuntimeWarning) names it. Default True.

@@ -510,9 +510,9 @@ def save_checkpoint(
             The last are written as they are. Or a module of Equinox, or a container of arrays and QArrays; the name of
             an array is its path, joined with dots. A quantized array must have a name that ends in ``weight`` and the
             axes (out, in), except in ``"jchop"``, ``"gguf"`` and ``"mxfp4"``.
-        layout: as in `jchop.load_checkpoint`, without ``"auto"`` and those that are only read: ``"modelopt"``,
+        layout: as in `jchop.load_checkpoint`, without ``"auto"`` and the layouts that are only read: ``"modelopt"``,
             ``"mlx"`` and ``"llm_int8"``. ``"plain"`` writes the numbers of QArrays.
-        names: a function that gives a tensor's name in the file for that by its path. Default: the same.
+        names: a function that gives a tensor's name in the file for its path. Default: the same.
         config: fields for ``config.json`` of a folder; ``quantization_config`` is added. A GGUF file of a model of
             Llama, Mistral, Qwen2, Qwen3 or Gemma has keys and names of llama.cpp by it. Default: none.
         exact: whether an array whose numbers would change in their last bit (NVFP4) is an error. Default True.

@@ -66,7 +66,7 @@ def quantize_fn(fun: Callable[..., Any], rules: RuleLike, *, key: Array | None =
         fun: a function of a pytree of parameters, and of anything else.
         rules: a `Rule`, or several. The first that matches the path of a parameter applies to it and to its products. A
             path has the keys of `jax.tree_util.keystr`, joined by slashes. `weight` rounds parameters that reach a
-            product, `bias` those that are added to data and other biases, `activation` the other operand of the
+            product, `bias` parameters that are added to data and other biases, `activation` the other operand of the
             product. `gradient`, `input_gradient`, `weight_gradient` and `matmul` are as in `Rule`. A product without a
             parameter (attention) has the first rule that matches its scope (`jax.named_scope`), which rounds both
             operands to `activation`. `scale_from` keeps scales of products with a parameter. They are an argument of

@@ -66,7 +66,7 @@ class Order(checks.FieldsRepr):
       Subnormal numbers have the exponent of the smallest normal number of their format.
     * ``aligned_apart(b, f)``: the same in two stages. The b products are aligned with each other, toward zero, and
       summed exactly; a product of 2^128 and more is infinite. Then this sum loses the bits below 2^(N - f - 7), and c
-      those below 2^(N - f), downward. N is the larger of M and the exponent of c.
+      the bits below 2^(N - f), downward. N is the larger of M and the exponent of c.
     * ``aligned_halves(b, f)``: as ``aligned_apart``, but the products of even and of odd index are first summed apart,
       each on its own grid. Then both sums lose the bits below 2^(M - f), downward, with M the larger of their largest
       exponents. If the exponent of c is less than N - f - 1, c counts as zero.

@@ -96,7 +96,7 @@ class ModelReport(RowReport):
 
     @property
     def bytes_after(self) -> int:
-        """Bytes of all parameters, with those that rules round stored packed."""
+        """Bytes of all parameters, if all that rules round are stored packed."""
         return sum(row.bytes_after for row in self.rows)
 
     @property

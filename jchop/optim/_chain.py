@@ -562,7 +562,7 @@ def sparse_params(
     `jchop.sparsity.mask` chooses the masks, from the parameters after the update. By default they are chosen once, and
     stay. With `every`, the state keeps the dense parameters, to which all updates are added. Gradients are computed at
     the masked parameters, and reach the masked numbers, too (a straight-through estimator). So these can come back when
-    masks are chosen again. Parameters with fewer than two axes, and those that are not floating-point, are never
+    masks are chosen again. Parameters with fewer than two axes, or without floating-point numbers, are never
     pruned. To leave others out use `optax.masked`.
 
     Args:

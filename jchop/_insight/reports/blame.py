@@ -90,7 +90,7 @@ class Blame(PictureReport):
     """The result of `jchop.EmulatedFunction.blame`; its ``str`` is a table.
 
     Args:
-        rows: the rows, the largest gain first, then those without one, the largest contribution first. Their
+        rows: the rows, the largest gain first, then rows without one, the largest contribution first. Their
             contributions and ``unexplained`` add up to ``error``.
         error: the output of the emulated program minus the output of the program in the carrier.
         value: the output of the emulated program; NaN for arrays without ``output=``.

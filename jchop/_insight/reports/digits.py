@@ -182,7 +182,7 @@ def significant_digits(
     them share, as the truncation error of a method.
 
     Every sample has its own branches and turns of loops. The operations run one after the other, outside of `jax.jit`.
-    Those inside `jax.shard_map` run for all shards at once.
+    Operations inside `jax.shard_map` run for all shards at once.
 
     Args:
         fun: a function that JAX can trace. It runs in float64 with every operation rounded to `spec`; its float

@@ -183,7 +183,7 @@ _LONGEST_INT8_BLOCK = (2**31 - 1) // 2**14
 _MIN_TPU_PRODUCT_BLOCK, _MAX_TPU_PRODUCT_BLOCK = 8, 512
 #: Hopper and Ada have units for float8; the compiler knows no e4m3 for older GPUs.
 _INT8_CAPABILITY, _FLOAT8_CAPABILITY = 8.0, 8.9
-#: Those of Hopper, and the sizes that its kernel copies: rows of each operand, and numbers of the sum.
+#: The capabilities of Hopper and Blackwell, and sizes that Hopper's kernel copies: rows of each operand, and numbers.
 _HOPPER_CAPABILITY, _BLACKWELL_CAPABILITY = 9.0, 10.0
 _HOPPER_UNITS = {"m": 8, "n": 64, "k": 128}
 #: Fewer rows leave most of a tile empty.
