@@ -82,7 +82,7 @@ def chop(x: Any, options: Any = None, /, **more: Any) -> Any:
               element, in MATLAB's (Fortran) order. A number below the discarded fraction (for 6: below 0.5) rounds
               away.
             * ``seed``: an integer from which the random bits are drawn, unless ``randfunc`` is given.
-        more: options by name; they override those in `options`.
+        more: options by name; they override the fields of `options`.
 
     Returns:
         NumPy numbers of the shape and precision of `x`, in Fortran order if `x` is.

@@ -1,4 +1,4 @@
-"""The layouts of compressed-tensors, and those like them of DeepSeek and gpt-oss.
+"""The layouts of compressed-tensors, and similar layouts of DeepSeek and gpt-oss.
 
 Integers are packed into words or stand one by one, as 8-bit floats do; floats of 4 or 8 bits stand in small groups.
 Definition: https://github.com/vllm-project/compressed-tensors, `compressors/pack_quantized` and `naive_quantized`.

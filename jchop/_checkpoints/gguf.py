@@ -258,7 +258,7 @@ class GGUFBlock(NamedTuple):
         count: numbers of a block.
         size: bytes of a block.
         read: makes a QArray of blocks, (rows, blocks of a row, size). None for a dtype, or if jchop does not read them.
-        write: the reverse, or None. It raises a ValueError for a QArray that has no such form.
+        write: the reverse, or None. It raises a ValueError for a QArray that has no form in blocks.
         dtype: of the numbers, if a block is one number.
         fits: a spec that can be written.
     """

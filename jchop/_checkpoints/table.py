@@ -99,7 +99,7 @@ class CheckpointLayout:
         return any(all(owner + part in entries for part in row.parts) for owner in owners for row in self.rows)
 
     def find(self, source: TensorSource) -> tuple[dict[str, LayoutWeight], dict[str, UnreadWeight]]:
-        """The weights of a source by name; and those that would be misread, or fit no row of this layout.
+        """The weights of a source by name; and the weights that would be misread, or fit no row of this layout.
 
         Raises:
             ValueError: for a configuration of weights that are not read.

@@ -161,7 +161,7 @@ def load_arguments(option: str, path: Path, function: Callable[..., Any]) -> tup
 
 
 def argument_order(names: Sequence[str], function: Callable[..., Any], file: str, *, after: int = 0) -> list[str]:
-    """The names of arrays in the order of the arguments: by name, or those without names in their order.
+    """The names of arrays in the order of the arguments: by name, or arrays without names in their order.
 
     Args:
         names: of the arrays; ``arr_0`` and so on if they have none.

@@ -193,7 +193,7 @@ def entries_after_reshape(
     Of axes that are joined or split, the first one keeps or gives its entry, if its length can be cut so.
 
     Args:
-        entries: of the axes before; those that are missing at the end are None.
+        entries: of the axes before; entries that are missing at the end are None.
         counts: the number of parts of each.
         old: the shape before.
         new: the shape.

@@ -274,7 +274,7 @@ def json_object(text: str) -> dict[str, Any]:
     A list or an object takes up to thirty times its text when it is parsed. So they are counted before.
 
     Raises:
-        ValueError: if the text is not such an object, has a duplicate key, has too many entries, or is nested too deep.
+        ValueError: if the text is no object, has a duplicate key, has too many entries, or is nested too deep.
     """
     for kind, marks, most in (("lists and objects", "[{", 4), ("strings", '"', 12)):
         check(sum(map(text.count, marks)) <= most * MOST_ENTRIES, f"more {kind} than {MOST_ENTRIES} entries have")

@@ -30,7 +30,7 @@ def on_demand(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The functions ``__getattr__`` and ``__dir__`` of a package with names that are loaded when first used.
 
-    The core has no import of a wing: its packages say by a text where such a name stands.
+    The core has no import of a wing: its packages say by a text where a name of a wing stands.
 
     Args:
         package: its name.

@@ -84,7 +84,7 @@ def _least_width(column: Sequence[str]) -> int:
 
 
 def cut_middle(text: str, length: int) -> str:
-    """A text of at most `length` characters, with a mark for those left out in its middle.
+    """A text of at most `length` characters, with a mark in its middle for the characters left out.
 
     Example:
         >>> cut_middle("blocks/12/attention/query", 13), cut_middle("query", 13)

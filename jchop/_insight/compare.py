@@ -35,7 +35,7 @@ COMPARISON_SCALES = ("none", "fit")
 
 
 def default_formats(ndim: int) -> tuple[str, ...]:
-    """The formats that `compare` takes for an array of `ndim` axes: those with channels need two.
+    """The formats that `compare` takes for an array of `ndim` axes: formats with channels need two.
 
     Example:
         >>> len(default_formats(2)) - len(default_formats(1))

@@ -277,7 +277,7 @@ class _LayerProblem:
     _losses: dict[tuple[int, ...], float] = field(default_factory=dict)
 
     def rules(self, assignment: Sequence[int]) -> list[Rule]:
-        """A rule for each layer with a format; those at level -1 have none."""
+        """A rule for each layer with a format; layers at level -1 have none."""
         levels = ((layer, self.options[j]) for layer, j in zip(self.layers, assignment, strict=True) if j >= 0)
         return [replace(rule, path=f"/{x.path}/" if x.path else "/") for x, rule in levels if rule is not None]
 

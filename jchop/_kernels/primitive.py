@@ -425,7 +425,7 @@ def host_device() -> Any:
 
 
 def by_platform(otherwise: Callable[..., Any], *arrays: Any, **on: Callable[..., Any]) -> Any:
-    """One function in programs for a platform (``cpu=``, ``tpu=``), another in those for others; the lowering chooses.
+    """One function in programs for a platform (``cpu=``, ``tpu=``), another for other platforms; the lowering chooses.
 
     For two ways to the same result, of which each is cheap on its devices.
     """

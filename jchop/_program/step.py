@@ -82,7 +82,7 @@ class ProgramStep:
         known: the facts about its operands.
         out: the facts about its results.
         inner: the plans of the programs that it holds.
-        later: plans the program of its rule for batches, which is traced in a run; None if it has no such rule.
+        later: plans the program of its rule for batches, which is traced in a run; None without a rule for batches.
     """
 
     eqn: Any

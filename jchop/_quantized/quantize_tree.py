@@ -17,7 +17,7 @@ from jchop._storage import quantize
 
 
 def quantize_tree(params: Any, rules: RuleLike, key: Array | None = None) -> Any:
-    """A pytree of parameters with those that rules match stored packed; `jchop.quantize` of trees.
+    """A pytree of parameters, stored packed if rules match them; `jchop.quantize` of trees.
 
     Args:
         params: a pytree of arrays.

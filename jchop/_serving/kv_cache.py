@@ -70,7 +70,7 @@ class KVRows:
         return self.part(lambda word: jnp.swapaxes(word, 1, 2))
 
     def write(self, new: Array, row: Array, slot: Array) -> KVRows:
-        """With new tokens in their slots; those whose row does not exist are not written."""
+        """With new tokens in their slots; tokens whose row does not exist are not written."""
         leaves = jax.tree.leaves(_quantize_kv_rows(new.astype(self.dtype), self.spec))
         words = (
             old.at[row, slot].set(lax.bitcast_convert_type(leaf, old.dtype), mode="drop")

@@ -3,7 +3,7 @@
 Along an axis each index has its own scales (OWN), all indexes share scales (WHOLE), or blocks of a length share them
 (that length). A format counts axes from the front or the end. Stored arrays count them from the end. So leading
 axes can be added (vmap, scan) or removed (vmap, scan, indexing) without a change of the format. A stored format may so
-name channels along axes in front of all those that its array has now; they say nothing about the array.
+name channels along axes in front of all axes that its array has now; they say nothing about the array.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def unit_lengths(fmt: ScaledFormat | None, ndim: int) -> list[int]:
 def format_of_part(fmt: ScaledFormat, ndim: int) -> ScaledFormat:
     """A stored format without the channels along axes that vmap or scan removed from in front of the `ndim` left.
 
-    Each index of a removed axis had its own scales, so those that are left are the scales of this part alone.
+    Each index of a removed axis had its own scales, so the scales that are left are the scales of this part alone.
     """
     if isinstance(fmt.scale, ScaledFormat) and (inner := format_of_part(fmt.scale, ndim)) != fmt.scale:
         fmt = fmt(scale=inner)

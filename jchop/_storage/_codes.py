@@ -294,7 +294,7 @@ def _scale_parts(scale: Scale) -> tuple[Any, ...]:
 def decode_qarray(
     form: QArrayForm, qvalue: Array, scale: Scale, zero_point: Array | None, places: Array | None = None
 ) -> Array:
-    """The stored numbers, in the carrier ``form.dtype``; those without a place are 0."""
+    """The stored numbers, in the carrier ``form.dtype``; numbers without a place are 0."""
     if places is None:
         return _decode_dense(form, qvalue, scale, zero_point)
     assert form.spec.scaled is not None and form.size is not None

@@ -208,7 +208,7 @@ def dequantize(q: Any, dtype: Any = None, *, add_to: Any = None) -> Any:
 def requantize(q: Any, x: Any, key: Array | None = None) -> Any:
     """Other numbers packed like an array: under its spec, with scales of the same groups.
 
-    Leading axes that vmap or scan added have scales of their own, so each array of such a stack is packed by itself.
+    Leading axes that vmap or scan added have scales of their own, so each array of a stack is packed by itself.
 
     Args:
         q: a QArray, or a parameter that is stored in another shape.

@@ -575,7 +575,7 @@ def map_buckets(x: Any, key: Array | None, function: Callable[[Array, Array | No
         x: the tree.
         key: the key; the number of the vector is folded in.
         function: has a vector and gives one of the same length.
-        bucket: leaves of fewer elements are joined. None: leaves keep their shapes; those without elements stay.
+        bucket: leaves of fewer elements are joined. None: leaves keep their shapes; leaves without elements stay.
     """
     if bucket is None:
         return map_leaves(x, key, lambda leaf, k: function(leaf, k) if leaf.size else leaf)

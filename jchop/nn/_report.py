@@ -49,7 +49,7 @@ class LayerRow:
         rule: its rule as text; empty if no rule matches.
         specs: the fields of the rule that apply to it; empty if it rounds nothing.
         bytes_before: bytes of its own parameters.
-        bytes_after: bytes of its own parameters, with those that the rule rounds stored packed.
+        bytes_after: bytes of its own parameters, if all that the rule rounds are stored packed.
         supported: whether the layer can be quantized.
         also: its other paths. Rules match all of them, and its bytes count once.
         wide: (path, shape, reason) of each of its own parameters that stays in full precision.
@@ -337,8 +337,8 @@ def weight_ratio(module: Any, kind: NnxKind, rule: Rule | None) -> float:
 def watch_layer_calls(model: nnx.Module, paths: Iterable[str], see: Callable[[LayerCall], Any]) -> tuple[Any, set[str]]:
     """A copy of a model, whose layers return `see` of each call, and the layers whose calls cannot be seen.
 
-    Those are called within a transformation of JAX, which hands out no arrays, or are stacks, called layer by layer.
-    They are added in calls of the copy.
+    These layers are called within a transformation of JAX, which hands out no arrays, or are stacks, called layer by
+    layer. They are added in calls of the copy.
 
     Args:
         model: a model, which is not changed.

@@ -279,7 +279,7 @@ def require_shapes(name: str, tree: Any, whose: str, like: Any) -> None:
     """Refuses arrays whose shapes differ from the arrays of another tree, because they would be broadcast.
 
     Raises:
-        ValueError: names the first such array, as `name`, and the other tree, as `whose`.
+        ValueError: names the first of these arrays, as `name`, and the other tree, as `whose`.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(like, is_leaf=lambda x: hasattr(x, "shape"))
     for (path, leaf), other in zip(leaves, structure.flatten_up_to(tree), strict=True):

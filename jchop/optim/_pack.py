@@ -179,7 +179,7 @@ class Packing(NamedTuple):
 
 
 class QuantizedState(NamedTuple):
-    """State of `quantize_state`: a tree of plain arrays, for programs that expect such trees; `inner_state` reads it.
+    """State of `quantize_state`: a tree of plain arrays, for programs that expect them; `inner_state` reads it.
 
     Codes have the shape of their array, with fewer entries along one axis if several fill a byte. So the sharding of an
     array is one of its codes.

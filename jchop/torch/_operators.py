@@ -306,7 +306,7 @@ def define_operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable
     """An operator of torch: its name and types, its results without numbers, and its rule for vmap.
 
     Its arguments are tensors, of which the last are words, then a spec, a count of axes, ``batch``, and options. The
-    axis that `torch.func.vmap` maps becomes the first of those that ``batch`` counts; these are mapped by JAX.
+    axis that `torch.func.vmap` maps becomes the first of the ``batch`` axes, which JAX maps.
     """
     name, _, types = schema.partition("(")
 

@@ -309,12 +309,12 @@ class PairedRun(lanes.LaneRunner):
     # -- pairs made of pairs -------------------------------------------------------------------------------------------
 
     def rounded_operands(self, step: EmulatedStep, seeds: LaneSeeds, args: list[ValuePair]) -> list[ValuePair]:
-        """The operands of an equation that holds programs, with those rounded that the plan marks."""
+        """The operands of an equation that holds programs; the operands that the plan marks are rounded."""
         low = self.emulated_operands(step, seeds, args)
         return [(x, pair[1]) for x, pair in zip(low, args, strict=True)]
 
     def emulated_operands(self, step: EmulatedStep, seeds: LaneSeeds, args: list[ValuePair]) -> list[Any]:
-        """The emulated values of operands, with those rounded that the plan marks."""
+        """The emulated values of operands; the operands that the plan marks are rounded."""
         return lanes.map_shards(self.axes, partial(round_operands, step), seeds[0], [pair[0] for pair in args])
 
     def map_lanes(self, move: Callable[[Any], Any], value: ValuePair) -> ValuePair:

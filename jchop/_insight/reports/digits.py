@@ -406,7 +406,7 @@ class _SampleRun(LaneRunner):
         ]
 
     def rounded_operands(self, step: EmulatedStep, seeds: SampleSeeds, args: list[ValueSamples]) -> list[ValueSamples]:
-        """The operands of an equation that holds programs, with those rounded that the plan marks."""
+        """The operands of an equation that holds programs; the operands that the plan marks are rounded."""
         return list(map(self._by_lane, self._run_each(partial(round_operands, step), seeds, args)))
 
     def run(self, part: EmulatedStep, seeds: SampleSeeds, args: list[ValueSamples]) -> list[ValueSamples]:

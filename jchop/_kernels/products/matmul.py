@@ -31,7 +31,7 @@ class MatmulTpuTiling(Tiling):
         block_m: rows of an output tile, a multiple of `rows`.
         block_n: its columns, a multiple of 128.
         block_k: length of the part of the inner dimension on chip at a time, a multiple of 128.
-        rows: rows of the chunk of a tile that stays in registers through those steps, a multiple of 8.
+        rows: rows of the chunk of a tile that stays in registers through these steps, a multiple of 8.
     """
 
     block_m: int
@@ -153,7 +153,7 @@ _NARROW_OPERANDS = {
 def dot_operand(plan: MatmulPlan, types: tuple[str, ...] = tuple(_NARROW_OPERANDS)) -> str:
     """The narrowest type of operand (a dtype, or ``"tf32"``) that holds every operand, else the carrier's name.
 
-    Products of such operands are exact in float32, and a matrix unit sums them in float32. That is the carrier's dot,
+    Products of these operands are exact in float32, and a matrix unit sums them in float32. That is the carrier's dot,
     much faster than with operands of 24 bits.
     """
     if plan.carrier.name == "float32":

@@ -345,7 +345,7 @@ class ExpertSums(MatrixSums):
         return a.shape[0], b.shape[1]
 
     def dot(self, a: Array, b: Array, dtype: Any) -> Array:
-        """The sums of products of elements: by the units of a device that has such a product."""
+        """The sums of products of elements: by the units of a device that has this product."""
         # The kernel of TPUs takes no integers under a precision.
         precision = None if a.dtype.itemsize == 1 else lax.Precision.HIGHEST
         return lax.ragged_dot(a, b.swapaxes(1, 2), self.sizes, precision=precision, preferred_element_type=dtype)

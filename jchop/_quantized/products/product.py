@@ -1,6 +1,6 @@
 """The two products of layers, and how each operand is laid out for a product and for its two backward products.
 
-Each is y = x w, linear in both. Sum dx = g w over the axes of y that come from w, and dw = x g over those that come
+Each is y = x w, linear in both. Sum dx = g w over the axes of y that come from w, and dw = x g over axes that come
 from x.
 """
 

@@ -103,7 +103,7 @@ class RoundedAndFull:
     """A rounded parameter with itself in full precision, and its codes if they are multiplied, all transformed alike.
 
     `stack` is the number of axes of a stack that it has still; 0 after a move of its numbers. `adapter` is for the
-    products that take it, and `factors` are those by which they multiply their other operand, in the order of the
+    products that take it, and `factors` are the factors of their other operand, in the order of the
     parameter.
     """
 

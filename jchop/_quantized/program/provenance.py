@@ -1,4 +1,4 @@
-"""Where the values of a program come from: the parameters that they are, and the axes of those that theirs are.
+"""Where the values of a program come from: parameters, and for each axis of a value the axis of its parameter.
 
 A value that only moves a parameter's numbers (transposed, reshaped, sliced, broadcast, cast) has that parameter's axes.
 So has a value computed from parameters alone (a mask, a sum with a low-rank product, weight standardization). At a

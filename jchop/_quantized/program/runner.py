@@ -262,7 +262,7 @@ class ScaleStateRunner(QuantizedRunner):
         slots: of products, by the identity of their steps.
         entries_of_scan: of each scan the names that have an entry for each iteration.
         entries: by name. Without a range that `calibrate` may fix, the range of the array itself is used.
-        mode: ``"fixed"``: entries stay. ``"update"``: `updates` has those after the call. ``"observe"``: `updates` has
+        mode: ``"fixed"``: entries stay. ``"update"``: `updates` has them after the call. ``"observe"``: `updates` has
             the arrays themselves, which are not rounded.
     """
 

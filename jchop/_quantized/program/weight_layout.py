@@ -89,7 +89,7 @@ class WeightLayout:
     def pack(
         self, x: Array, key: Array | None = None, scale: Array | None = None, zero_point: Array | None = None
     ) -> QArray | StoredAs:
-        """A parameter as codes and scales, in its own shape; under given scales and zero points, if it has such."""
+        """A parameter as codes and scales, in its own shape; under given scales and zero points, if it has them."""
 
         def pack_one(v: Array, scale: Array | None, zero_point: Array | None, key: Array | None) -> QArray:
             return quantize(v, self.spec, key, scale=scale, zero_point=zero_point)

@@ -530,7 +530,7 @@ class Quantized:
         return function, (params, state, args, rngs, kwargs), scales, norms
 
     def key(self, rngs: Any) -> jax.Array | None:
-        """The key of the program, of the stream that a stochastic rule names; None without such a rule."""
+        """The key of the program, of the stream that a stochastic rule names; None without a stochastic rule."""
         name = next((rule.stochastic_stream for rule in self.rules if rule.stochastic), None)
         if name is None:
             return None
@@ -606,7 +606,7 @@ def lora_adapters(variables: Any) -> dict[str, LoraAdapter]:
 
 
 def linen_params_with_adapters(variables: Any) -> Any:
-    """The parameters among variables, those with adapters as `AdaptedParam`.
+    """The parameters among variables, parameters with adapters as `AdaptedParam`.
 
     Raises:
         ValueError: for an adapter of a parameter that is not there.

@@ -45,7 +45,7 @@ class NnxKind:
     Args:
         parameters: its parameters, each with the field of a rule that it is rounded by.
         slots: the arguments of its `promote_dtype`, one tuple for each number of arrays. Names of parameters,
-            ``"inputs"``, others (``""``); with a star those that the product rounds.
+            ``"inputs"``, others (``""``); with a star the arrays that the product rounds.
         product: the attribute that multiplies, the rounding module that replaces it, and Flax's function. A layer with
             a layout and without it has a product that backward roundings cannot reach.
         layout: of its weights, as the product sums over them. Default: its last axis is summed over.
@@ -430,7 +430,7 @@ def weight_names(module: Any, kind: NnxKind) -> list[str]:
 
 
 def check_param_axes(layer: Any, kind: NnxKind, place: Location) -> None:
-    """Refuse formats of parameters that name axes which those have not, before anything runs."""
+    """Refuse formats that name axes which their parameters have not, before anything runs."""
     assert place.rule is not None
     for name, role in kind.parameters.items():
         if getattr(layer, name) is not None:

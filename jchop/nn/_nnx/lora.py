@@ -84,7 +84,7 @@ class AdaptableProgram(AdaptableModel):
 
     @cached_property
     def params(self) -> Any:
-        """The parameters, those with adapters as `AdaptedParam`."""
+        """The parameters, parameters with adapters as `AdaptedParam`."""
         return programs.params_with_adapters(self.model)
 
     @property

@@ -99,7 +99,7 @@ def node_at(model: Any, path: Keys) -> Any:
 
 
 def replace_nodes(model: Any, replacements: Mapping[int, Any]) -> Any:
-    """A model with other variables or modules, in place, in all that hold those with the ids of `replacements`."""
+    """A model with other variables or modules, in place, wherever one has an id of `replacements`."""
     nodes = [node for _, node in nnx.iter_graph(model) if nnx.graph.is_node(node)]
     for node in nodes:
         if isinstance(node, nnx.Variable):

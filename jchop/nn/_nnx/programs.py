@@ -437,7 +437,7 @@ class ParamAdapter(nnx.Module):
 
 
 def params_with_adapters(model: Any) -> Any:
-    """The parameters of a program, those with adapters as `AdaptedParam`."""
+    """The parameters of a program, parameters with adapters as `AdaptedParam`."""
     return _params_and_dropout_key(model, _split_program_state(model)[1])[0]
 
 

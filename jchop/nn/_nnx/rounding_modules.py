@@ -208,7 +208,7 @@ class RoundingModule(nnx.Module):
         return nnx.data(self) if jax.tree.leaves(self) else nnx.static(StaticRoundingModule(self))
 
     def set_data(self, **values: Any) -> None:
-        """Attributes for those that are there; the others stay the None of the class."""
+        """Sets the attributes that are given; the others stay the None of the class."""
         for name, value in values.items():
             if value is not None:
                 setattr(self, name, nnx.data(value))
@@ -417,7 +417,7 @@ class RoundedPromotion(RoundingModule):
         base: the replaced function.
         slots: the names of the arrays, as in a `NnxKind`.
         specs: the specs of arrays, and their layouts.
-        packed_params: names of those that are stored, and their forms.
+        packed_params: names of the stored arrays, and their forms.
         stream: of keys.
         place: for errors.
         codes: whether a product takes the codes of stored parameters.

@@ -264,7 +264,7 @@ def read_adapters(
     Args:
         folder: of `save_lora` or PEFT.
         paths: of the layers that may have one.
-        shape_of: the shape of the weight of such a layer, of axes of inputs and then of outputs.
+        shape_of: the shape of the weight of a layer, of axes of inputs and then of outputs.
     """
     source = Path(folder)
     config, tensors = _read_peft_config(source / _PEFT_CONFIG), load(source / _PEFT_TENSORS)

@@ -154,7 +154,7 @@ class ProgramPart:
         rules: of the model.
         path: of the module in the model, as keys.
         names: parameters with other paths in the model than below `path`, since other modules hold them, too. The keys
-            below the module, and those in the model.
+            below the module, and the keys in the model.
         keeps: whether the model keeps scales, which a part cannot reach.
     """
 
@@ -179,7 +179,7 @@ class ProgramPart:
         return _rename_params(params, lambda path: other_paths.get(path, (*self.path, *path))) if self.path else params
 
     def params_in_part(self, params: Any) -> Any:
-        """Parameters by their paths in the model, by those in the module."""
+        """Parameters by their paths in the model, from parameters by their paths in the module."""
         other_paths, start = {full: path for path, full in self.names}, len(self.path)
         return _rename_params(params, lambda path: other_paths.get(path, path[start:])) if self.path else params
 
@@ -322,7 +322,7 @@ def _method_code_objects(method: Any) -> Iterator[tuple[CodeType, str]]:
 def method_inputs(
     inputs: ExampleInputs | None, cls: type, call: ModelCall | None = None
 ) -> dict[str | ModelCall, tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Positional arguments and those by name, by the name of the method, or by the `call` that they are for.
+    """Arguments by position and by name, by the name of the method, or by the `call` that they are for.
 
     Raises:
         TypeError: for arguments that are neither a tuple nor a dict.

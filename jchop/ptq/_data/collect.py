@@ -90,7 +90,7 @@ def input_means(sums: InputSums) -> InputMeans:
 def sums_over_rows(x: Array, y: Array | None = None, mask: Array | None = None) -> InputSums:
     """The sums over rows.
 
-    A product of matrices sums over `_ROWS_PER_PRODUCT` rows in the carrier; the sums of those are compensated.
+    A product of matrices sums over `_ROWS_PER_PRODUCT` rows in the carrier; the sums of these are compensated.
 
     Args:
         x: (batch, rows, summed).
@@ -173,7 +173,7 @@ class Collector(Runner):
         Args:
             plan: the program.
             values: its arguments.
-            overrides: those that each trajectory has changed, by their index.
+            overrides: the arguments that each trajectory has changed, by their index.
             seeds: of random roundings.
             window_start: if only a window of turns is summed, its first turn of the outermost loop over a stack of each
                 parameter, or of its constant indexes. Default: all.

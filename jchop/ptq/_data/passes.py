@@ -87,7 +87,7 @@ def check_memory(stages: Sequence[Stage], sizes: Mapping[int, tuple[int, int]], 
     """Refuse less memory than each turn of weights that share an input needs; arguments as of `split_stages`.
 
     Raises:
-        ValueError: that names those that need the most.
+        ValueError: that names the parameters that need the most.
     """
     needs = {stage.leaves: sum(sizes[i][0] for i in stage.leaves) for stage in stages}
     largest = max(needs.values(), default=0)
@@ -200,7 +200,7 @@ class BatchData:
         """The sums over all batches of the inputs of some parameters, by their index; and the last batch's program.
 
         Args:
-            trajectories: parameters, by index, that differ from those in full precision, for each trajectory. Default:
+            trajectories: parameters, by index, that differ from full precision, for each trajectory. Default:
                 one, with none.
             round_activations: whether the last trajectory rounds activations as the rules say. Default False.
             leaves: the indexes of the parameters. Default: all that are rounded, or all if there are no rules.
@@ -249,7 +249,7 @@ class BatchData:
             roundings: two roundings of the parameters.
 
         Returns:
-            By the parameter and the number of its use; those that are not reached are absent.
+            By the parameter and the number of its use; uses that are not reached are absent.
         """
         total: dict[tuple[int, int], Any] = {}
         for _, batch in enumerate_batches(self.batches):

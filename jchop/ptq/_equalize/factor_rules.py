@@ -66,7 +66,7 @@ def has_one_factor(axis: RunAxis) -> bool:
 
 
 def merge_runs(runs: Iterable[ChannelRun]) -> RunAxis:
-    """Runs with those put together that are one."""
+    """Runs, joined where they are one."""
     parts = provenance.merge_factors([provenance.AxisFactor(0, size, stride) for size, stride in runs if size != 1])
     return tuple((part.size, part.inner) for part in parts)
 
@@ -458,7 +458,7 @@ def _conv_factors(port: Port) -> FactorAssignments:
     values = [*port.node.ins[:2], *port.node.outs]
 
     def labels(axes: Sequence[int]) -> list[FactorLabel]:
-        """The factors of image, kernel and result along one axis of each; those before are of one of them."""
+        """The factors of image, kernel and result along one axis of each; the known factors are of one of them."""
         channel_axis = axes[2 if port.is_result else port.place]
         pairs = zip(values, axes, strict=False)
         return [_label_by_axes(port, {channel_axis: axis}, value, _MIXED_CHANNELS) for value, axis in pairs]

@@ -33,7 +33,7 @@ class GraphValue:
             alone. Empty if a node makes it of others.
         leaf: the index of the parameter that it is, or None.
         zero: whether it is zero.
-        nodes: those that make or read it.
+        nodes: the nodes that make or read it.
         result: whether it is a result of the program.
         is_parameter: whether it is computed from parameters alone.
     """

@@ -256,7 +256,7 @@ class _MappingJob:
         self.new_values: dict[int, Any] = {}
 
     def run(self) -> None:
-        """Map every weight that is rounded, together with those that share its input."""
+        """Map every weight that is rounded, together with the weights that share its input."""
         previous: set[int] = set()
         for place in self.graph.places:
             leaf = place.site.leaf
@@ -278,7 +278,7 @@ class _MappingJob:
             self._map_products(place, fold, members)
 
     def result(self, params: Any) -> Any:
-        """The parameters with those that are changed."""
+        """The parameters with the changed ones."""
         leaves, tree = jax.tree.flatten(params, is_leaf=is_packed_param)
         for leaf, value in self.new_values.items():
             leaves[self.call.places[leaf]] = value

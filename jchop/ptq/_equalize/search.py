@@ -51,7 +51,7 @@ def channels_of(place: ProductPlace) -> tuple[int, tuple[int, ...], list[tuple[i
     """The channels of the inputs of a product, in the order of their statistics.
 
     Returns:
-        Their number, the lengths of the axes of the weight (loops, then its own), and of those that count channels the
+        Their number, the lengths of the axes of the weight (loops, then its own), and of axes that count channels the
         number of the axis and the distance of neighbours.
     """
     value = place.node.ins[place.side]

@@ -436,7 +436,7 @@ def round_under_scales(
 
 
 def neighbours(matrix: Array, scales: ElementScales) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """The codes and numbers around each number; beyond the end of the format, those at the end, twice."""
+    """The codes and numbers around each number; beyond the end of the format, the ones at the end, twice."""
 
     def towards(mode: str) -> tuple[Array, Array]:
         own = replace(scales, spec=replace(scales.spec, rounding=mode, random_bits=None, overflow="saturate"))
