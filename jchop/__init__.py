@@ -1,4 +1,4 @@
-"""Low-precision arithmetic in JAX: what happens to a computation in *this* number format?
+"""Low-precision arithmetic in JAX: how does *this* number format change a computation?
 
 Which values (format), which neighbour (rounding, overflow): each question is answered by a frozen value, and
 `round_to_format` applies the answer, exactly.

@@ -3,16 +3,16 @@
 *Simulating Low Precision Floating-Point Arithmetic*, SIAM J. Sci. Comput. 41(5), 2019; the function of MATLAB is at
 https://github.com/higham/chop. docs/matlab.md shows how to call this function from MATLAB. Intended differences:
 
-* A number is rounded once. Between 0 and the smallest number (the smallest subnormal one, or with ``subnormal`` 0 the
-  smallest normal one) MATLAB's function rounds to nearest twice: first as if smaller numbers existed, then to 0 or the
-  smallest number. So a number just below half of it may round up to it.
+* A number is rounded once. Between 0 and the smallest number MATLAB's function rounds to nearest twice: first as if
+  smaller numbers existed, then to 0 or the smallest number. This is the smallest subnormal one, or with ``subnormal``
+  0 the smallest normal one. So a number just below half of it may round up to it.
 * Ties at half the smallest number go to the even neighbour, 0, also with ``subnormal`` 0, for which MATLAB's go to the
   smallest normal number. Below the smallest number, the stochastic modes round up with the right probability; MATLAB's
   never round up there.
 * -0 stays -0, and NaN NaN.
 * There is no global generator and there are no global options: random options require ``seed``, or ``randfunc`` for the
   rounding. The options are not returned, and a call with an empty `x` sets nothing.
-* ``round`` 6 rounds numbers between the largest one and 2^(emax + 1) to infinity with probability 1/2; MATLAB's rounds
+* ``round`` 6 rounds numbers between the largest one and 2^(emax + 1) to infinity with probability 1/2. MATLAB's rounds
   all of them to infinity from half a unit above the largest on. ``round`` 5 does not overflow in either.
 * ``params`` takes up to 53 bits of significand.
 * With ``explim`` 0 the data type sets the range; below its smallest normal number the distance of values is the same as
@@ -73,8 +73,8 @@ def chop(x: Any, options: Any = None, /, **more: Any) -> Any:
             * ``params``: ``[t, emax]``, significand bits with the leading one, and the largest exponent; the smallest
               normal number is 2^(1 - emax).
             * ``subnormal``: 1 (default) for gradual underflow, 0 for none; 0 is the default of ``'b'``.
-            * ``round``: 1 to nearest, ties to even (default); 2 toward +inf; 3 toward -inf; 4 toward zero. 5 up or down
-              at random, the nearer with the larger probability; 6 with equal probability.
+            * ``round``: 1 to nearest, ties to even (default); 2 toward +inf; 3 toward -inf; 4 toward zero. At random: 5
+              up or down, the nearer with the larger probability; 6 with equal probability.
             * ``explim``: 1 (default); 0 for the exponent range of the data type.
             * ``flip``: 1 flips with probability ``p`` (default 0.5) a random significand bit of each rounded number,
               like `jchop.flip_bits`. Default 0.
@@ -82,7 +82,7 @@ def chop(x: Any, options: Any = None, /, **more: Any) -> Any:
               element, in MATLAB's (Fortran) order. A number below the discarded fraction (for 6: below 0.5) rounds
               away.
             * ``seed``: an integer from which the random bits are drawn, unless ``randfunc`` is given.
-        more: options by name; they override those in `options`.
+        more: options by name; they override the fields of `options`.
 
     Returns:
         NumPy numbers of the shape and precision of `x`, in Fortran order if `x` is.

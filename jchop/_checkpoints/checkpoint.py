@@ -63,7 +63,7 @@ class CheckpointItem(NamedTuple):
 
 #: The ends of names of tensors with scales, and their dtypes. Others are exponents, or codes of scales.
 _HOLDS_SCALES, _SCALE_DTYPES = re.compile(r"scale(s|_inv|_2)?$|absmax$"), (*SCALE_FORMATS, FLOAT8)
-#: What numbers and arrays that are too large raise, too.
+#: The errors that numbers and arrays raise, too, if they are too large.
 _READ_ERRORS = (ValueError, ArithmeticError, MemoryError)
 
 
@@ -76,7 +76,7 @@ class Checkpoint(ABC):
         items: the arrays by name.
         unread: why some of them cannot be read, as far as it is known before they are read.
         config: the fields of ``config.json``; empty if there is none.
-        dtype: of floats that are not quantized, and of QArrays; None for those of the file.
+        dtype: of floats that are not quantized, and of QArrays; None for the dtypes of the file.
     """
 
     path: Path
@@ -141,7 +141,7 @@ class EncodedCheckpoint:
 
 
 class _TensorsInMemory:
-    """Tensors in memory, with what is read of files."""
+    """Tensors in memory, with the facts that are read of files."""
 
     path = Path("the arrays in memory")
 
@@ -300,17 +300,17 @@ def load_checkpoint(
 ) -> Any:
     """Reads a checkpoint of another program, quantized or not, as arrays and QArrays by name, or into a model.
 
-    The weights stay packed. The numbers of a QArray are those that the layout defines in float32, bit for bit but for
-    the sign of zeros, and a weight has the axes (out, in) of its model in every layout.
+    The weights stay packed. The layout defines the numbers of a QArray in float32, which are kept bit for bit but for
+    the sign of zeros. A weight has the axes (out, in) of its model in every layout.
 
-    In a model of Flax NNX, the layer of a packed weight becomes the one of `jchop.nn` that `jchop.nn.quantize` makes
-    with ``mode="ptq"``, under a rule with the spec of the file. So `jchop.nn.add_lora`, `jchop.save` and
-    `jchop.nn.report` take it as any other. Names and orientations are those of `jchop.save_checkpoint`.
+    In a model of Flax NNX, a packed weight gets the layer of `jchop.nn` that `jchop.nn.quantize` makes with
+    ``mode="ptq"``. Its rule has the spec of the file. So `jchop.nn.add_lora`, `jchop.save` and
+    `jchop.nn.report` take it as any other. Names and orientations are as `jchop.save_checkpoint` writes them.
 
     Args:
-        path: a safetensors file, a folder with ``model.safetensors`` or ``model.safetensors.index.json`` and possibly
-            ``config.json``, or a GGUF file. Or what `jchop.encode_checkpoint` gives, or arrays by name, which are read
-            in the memory of the host.
+        path: a safetensors file, a GGUF file, or a folder with ``model.safetensors`` or
+            ``model.safetensors.index.json`` and possibly ``config.json``. Also the result of
+            `jchop.encode_checkpoint`, or arrays by name, to be read in the memory of the host.
         layout: ``"compressed-tensors"``, ``"gptq"``, ``"gptq_v2"``, ``"awq"``, ``"fp8"`` (DeepSeek),
             ``"bitsandbytes"``, ``"llm_int8"``, ``"torchao"``, ``"modelopt"``, ``"mlx"``, ``"mxfp4"`` (gpt-oss),
             ``"gguf"``, ``"jchop"`` (of `jchop.save`) or ``"plain"`` (every tensor as it is). Default ``"auto"``: by
@@ -318,16 +318,16 @@ def load_checkpoint(
         like: a model of Flax NNX with the structure, shapes, dtypes and shardings, not quantized; under
             `flax.nnx.eval_shape` its construction allocates no arrays. Or a module of Equinox or a container of arrays,
             which may be abstract, with the axes of the file. Default: none, for arrays by name.
-        names: a function that gives a tensor's name in the file for that by its path in `like`. Default: the same.
+        names: a function that gives a tensor's name in the file for its path in `like`. Default: the same.
         exact: whether NVFP4 keeps every bit: its groups then have float32 scales, unless the reciprocal of
             ``weight_global_scale`` gives the same numbers. With False the scales stay in 8 bits, and numbers may differ
             in their last bit. Default True.
-        skip: a pattern of names that are not read, such as ``"visual"``; beside `like`, of those that it does not need.
+        skip: a pattern of names that are not read, as ``"visual"``; beside `like`, of names that it does not need.
             Default: none.
         strict: whether an array that cannot be read is an error. With False it is left out, and a warning
             (RuntimeWarning) names it. Default True.
-        dtype: to which floats that are not quantized are rounded, to nearest even, also those of `like`; and the dtype
-            of QArrays: float16, bfloat16, float32 or float64. Default: that of the file, or of `like`.
+        dtype: of floats that are not quantized, also in `like`, and of QArrays: float16, bfloat16, float32 or float64.
+            The floats are rounded to nearest even. Default: the dtype in the file, or in `like`.
 
     Returns:
         JAX arrays and QArrays by name, such as ``"model.layers.0.mlp.up_proj.weight"``; or a new model or tree like
@@ -336,8 +336,8 @@ def load_checkpoint(
     Raises:
         TypeError: for `exact` or `strict` that is no boolean, or a `skip` that is no text.
         ValueError: for an invalid or damaged file, a layout that is not known, or a weight that no QArray holds.
-            Beside `like`, for one of its arrays that the file lacks or has in another shape, for a tensor without a
-            place in it, or numbers that its dtype does not have.
+            Beside `like`, for an array that the file lacks or has in another shape. Also for a tensor without a place
+            in `like`, or numbers that its dtype does not have.
         OSError: if a file cannot be read.
 
     Example:

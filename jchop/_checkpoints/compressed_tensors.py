@@ -1,4 +1,4 @@
-"""The layouts of compressed-tensors, and those like them of DeepSeek and gpt-oss.
+"""The layouts of compressed-tensors, and similar layouts of DeepSeek and gpt-oss.
 
 Integers are packed into words or stand one by one, as 8-bit floats do; floats of 4 or 8 bits stand in small groups.
 Definition: https://github.com/vllm-project/compressed-tensors, `compressors/pack_quantized` and `naive_quantized`.
@@ -116,7 +116,7 @@ def _read_pack(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
 
 
 def _unpacked_zero(zero: np.ndarray, scale: np.ndarray, bits: int) -> np.ndarray:
-    """Zero points of signed codes, one for each scale, as those of unsigned codes."""
+    """Zero points of signed codes, one for each scale, as zero points of unsigned codes."""
     ok = zero.dtype == row.INT8 and zero.size == scale.size
     check(ok, "weight_zero_point must be int8, one for each scale")
     return zero.reshape(scale.shape).astype(np.int32) + (1 << (bits - 1))
@@ -149,7 +149,7 @@ def _word_form(
 ) -> tuple[int, int | None]:
     """The width of the codes, and how many are in each word if some of its bits are spare; else None.
 
-    The configuration names widths and the version. What it leaves open, the numbers of words and spare bits show.
+    The configuration names widths and the version. The numbers of words and spare bits show the rest.
     """
     (out, columns), words = shape, word_rows.shape[1]
     config_widths = {row.fact_field(weights, "num_bits", int, 8) for weights in _module_arguments(facts)}
@@ -174,7 +174,7 @@ def _word_form(
 
 
 def _spare_is_zero(word_rows: np.ndarray, columns: int, bits: int, each: int | None) -> bool:
-    """Whether the bits that hold no codes are zero: those of each word, or the last ones of a row."""
+    """Whether the bits that hold no codes are zero: in each word, or at the end of a row."""
     last = columns * bits - 32 * (word_rows.shape[1] - 1)
     words, used = (word_rows[:, -1:], last) if each is None else (word_rows, bits * each)
     return used == 32 or not (np.ascontiguousarray(words).view(np.uint32) >> np.uint32(used)).any()
@@ -420,7 +420,7 @@ def _same_products(numbers: np.ndarray, factor: Any, scales: np.ndarray) -> bool
 def _divisor_of_e4m3(few: np.ndarray) -> np.float32:
     """The number d with the ascending quotients `few` = fl(s / d) of numbers s of e4m3; ValueError if there is none.
 
-    The largest quotient is that of one of the numbers of e4m3, so few divisors are possible.
+    The largest quotient is the quotient of one of the numbers of e4m3, so few divisors are possible.
     """
     levels = np.arange(126, 0, -1, dtype=np.uint8).view(row.FLOAT8).astype(np.float32)
     if not few.size:
@@ -483,7 +483,7 @@ def only_read(q: QArray, exact: bool) -> row.WrittenWeight:
 
 
 # NVIDIA's ModelOpt. Definition: https://github.com/NVIDIA/Model-Optimizer, `torch/export` and
-# `torch/quantization/qtensor`. Its scale of the tensor is a factor, where that of compressed-tensors is a divisor.
+# `torch/quantization/qtensor`. Its scale of the tensor is a factor, and in compressed-tensors a divisor.
 
 
 def _read_float_of_modelopt(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
@@ -508,7 +508,7 @@ MODELOPT_ROWS = (
 
 
 def _check_exponents(scale: Any) -> Any:
-    """Exponents + 127. Those of a traced program are not known; they stay what they are."""
+    """Exponents + 127. In a traced program they are not known, and stay as they are."""
     check(scale.dtype == row.BYTE, f"weight_scale is of dtype {scale.dtype}, and must be uint8")
     check(isinstance(scale, Tracer) or not (scale == _E8M0_NAN).any(), "a scale is 255, the code of NaN")
     return scale

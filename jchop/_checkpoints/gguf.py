@@ -258,7 +258,7 @@ class GGUFBlock(NamedTuple):
         count: numbers of a block.
         size: bytes of a block.
         read: makes a QArray of blocks, (rows, blocks of a row, size). None for a dtype, or if jchop does not read them.
-        write: the reverse, or None. It raises a ValueError for a QArray that has no such form.
+        write: the reverse, or None. It raises a ValueError for a QArray that has no form in blocks.
         dtype: of the numbers, if a block is one number.
         fits: a spec that can be written.
     """
@@ -369,7 +369,7 @@ def _symmetric_codes(q: QArray, bits: int) -> tuple[np.ndarray, np.ndarray]:
     return codes, np.where(flip, -scale, scale)
 
 
-#: The levels of IQ4_NL and IQ4_XS. No level is -128, so the codes of a negative scale are those of the other sign.
+#: The levels of IQ4_NL and IQ4_XS. No level is -128, so a negative scale has the codes of the other sign.
 _IQ4_LEVELS = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
 
 

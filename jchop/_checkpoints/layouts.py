@@ -179,7 +179,7 @@ AWQ = row.LayoutRow("awq", _GPTQ_PARTS, _look_awq, _read_awq, _write_awq, "int4(
 
 
 def _mlx_facts(facts: row.LayoutFacts) -> row.LayoutFacts:
-    """The fields of a module: its own, or those of all."""
+    """The fields of a module: its own, or the fields of all."""
     own = facts.get(str(facts.get("module")))
     return own if isinstance(own, dict) else facts
 
@@ -402,7 +402,7 @@ def _grouping(facts: row.LayoutFacts, shape: Sequence[int], scale: np.ndarray) -
 
 
 def _target_bits(facts: row.LayoutFacts) -> int:
-    """The width of the elements of a tensor of int8: that of its target dtype."""
+    """The width of the elements of a tensor of int8: the width of its target dtype."""
     target = row.fact_field(facts, "target_dtype", dict, {})
     match = re.fullmatch(r"int([2-8])", str(target.get("_data", "int8")))
     check(match is not None, f"target_dtype={short_text(target)} must be one of int2 to int8")
@@ -453,7 +453,7 @@ def _read_int4(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
 def offset_array(
     codes: np.ndarray, scale: np.ndarray, zero: np.ndarray, element: IntegerFormat, kinds: list[AxisGrouping]
 ) -> QArray:
-    """The numbers s e + z; under a scale of zero the codes become those of zero."""
+    """The numbers s e + z. Under a scale of zero all codes become the code of zero."""
     codes, scale = row.replace_zero_scales(codes, scale, kinds, np.uint8(0))
     fmt = ScaledFormat(element, scale=row.SCALE_FORMATS[scale.dtype], zero_point="float", **grouping_fields(kinds))
     return row.qarray_of_codes(codes, scale, zero, fmt)

@@ -30,7 +30,7 @@ from jchop.nn._nnx.rounding_modules import PackedForm, RoundedPromotion, roundin
 
 T = TypeVar("T", bound=nnx.Module)
 
-#: The parameters of Flax's layers that have another name in checkpoints. Those of other modules keep theirs.
+#: The parameters of Flax's layers that have another name in checkpoints. Other modules' parameters keep their names.
 _CHECKPOINT_NAMES: Mapping[str, str] = {
     "kernel": "weight", "embedding": "weight", "scale": "weight", "mean": "running_mean", "var": "running_var",
 }  # fmt: skip
@@ -141,7 +141,7 @@ class _ModelTensor(NamedTuple):
         return _FileForm(layout, shape, (math.prod(free), inside), stack, packed)
 
     def places(self) -> list[tuple[str, tuple[int, ...]]]:
-        """The names of its tensors; of those of a stack also their indexes."""
+        """The names of its tensors, each with its indexes in a stack; ``()`` without a stack."""
         form, shape = self._form, self.variable.get_value().shape
         stack = self.name.count("*") if form is None else form.stack
         check(
@@ -268,7 +268,7 @@ def _attach_packed_params(tensor: _ModelTensor, codes_by_key: Mapping[str, QArra
 def _model_tensors(
     model: nnx.Module, names: checkpoint.TensorNaming | None, file_names: Any = ()
 ) -> Iterator[_ModelTensor]:
-    """Every parameter of a model, by the first of its names that is in `file_names`, or those of a stack are."""
+    """Every parameter of a model, by the first of its names that is in `file_names`, or by its form as a stack."""
     for _, node in nnx.iter_graph(model):
         if isinstance(node, Adapted):
             raise ValueError(

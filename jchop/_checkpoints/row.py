@@ -1,4 +1,4 @@
-"""`LayoutRow`: one way to store a quantized weight in named tensors, as two pure functions; and what rows share."""
+"""`LayoutRow`: one way to store a quantized weight in named tensors, as two pure functions; and shared helpers."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class LayoutRow:
         optional: the ends of the names of tensors that it may have.
         look: gives the shape of the weight from its entries; None if they are of another row.
         read: makes the QArray. It raises a ValueError for tensors that contradict each other.
-        write: makes the tensors and the facts. It raises a ValueError for a QArray that has no such form.
+        write: makes the tensors and the facts. It raises a ValueError for a QArray that has no form in them.
         fits: a spec that can be written, and for which arrays; for errors.
-        float_inputs: whether inputs may be rounded to floats. A row without that is the last choice of those with
+        float_inputs: whether inputs may be rounded to floats. A row without that is the last choice of rows with
             rounded inputs.
         peek: a short tensor and a function that finds the shape of the weight in it, if the entries do not show it.
     """
@@ -88,7 +88,7 @@ def is_matrix(tensor: TensorEntry | np.ndarray, dtype: np.dtype | None = None) -
 
 
 def look_for_matrix(part: str, dtype: np.dtype | None = None, each: int = 1, **beside: np.dtype) -> LookForShape:
-    """What gives the shape of a weight that is a matrix in one tensor.
+    """Makes the function that finds the shape of a weight, which is a matrix in one tensor.
 
     Args:
         part: the tensor.
@@ -146,7 +146,7 @@ def kinds_from(shape: Sequence[int], scales: Sequence[int], block: Sequence[int]
             must then have lengths that are powers of two, since the last one may be smaller.
 
     Raises:
-        ValueError: if no grouping has such scales.
+        ValueError: if no grouping has these scales.
     """
     sizes = block or [n // max(count, 1) for n, count in zip(shape, scales, strict=True)]
     fits = all(size > 0 and -(-n // size) == count for n, count, size in zip(shape, scales, sizes, strict=True))
@@ -245,7 +245,7 @@ def qarray_of_codes(codes: np.ndarray, scale: Any, zero_point: Any, fmt: ScaledF
     return QArray(packed_codes, scale, zero_point, Spec(fmt), codes.shape[-1], np.dtype(np.float32))
 
 
-# -- the reverse: arrays of NumPy for files, or those of JAX, which stay on their devices ------------------------------
+# -- the reverse: arrays of NumPy for files, or arrays of JAX, which stay on their devices -----------------------------
 
 
 def numpy_of(*arrays: Any) -> Any:
@@ -328,7 +328,7 @@ def group_by_column(parts: Pieces) -> tuple[Pieces, np.ndarray | None]:
     """A weight with a scale for each element as groups of equally many columns, and the group of each column.
 
     Columns with the same scales and zero points are in one group, or in several of one size. Weights with other
-    groupings, or without such groups, come back as they are, with None.
+    groupings, or without these groups, come back as they are, with None.
     """
     if parts.kinds not in ((OWN_SCALE, OWN_SCALE), (OWN_SCALE, 1)) or isinstance(parts.scale, tuple):
         return parts, None

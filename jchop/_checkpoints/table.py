@@ -1,4 +1,4 @@
-"""`LAYOUTS`: the table of layouts. Each finds the weights among the tensors of files, and names what it writes."""
+"""`LAYOUTS`: the table of layouts. A layout finds weights among the tensors of files, and names tensors to write."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class CheckpointLayout:
     Args:
         name: as the callers write it.
         rows: the ways in which a weight may be stored; the first that fits applies.
-        config: makes the ``quantization_config`` of what was written, from the facts of each module and the modules
+        config: makes the ``quantization_config`` of a written model, from the facts of each module and the modules
             that were not quantized.
         records: whether facts are in the metadata of the files, and not in the configuration.
         activations: whether the configuration says how inputs are rounded.
@@ -99,7 +99,7 @@ class CheckpointLayout:
         return any(all(owner + part in entries for part in row.parts) for owner in owners for row in self.rows)
 
     def find(self, source: TensorSource) -> tuple[dict[str, LayoutWeight], dict[str, UnreadWeight]]:
-        """The weights of a source by name; and those that would be misread, or fit no row of this layout.
+        """The weights of a source by name; and the weights that would be misread, or fit no row of this layout.
 
         Raises:
             ValueError: for a configuration of weights that are not read.
@@ -180,7 +180,7 @@ def _names_starting(names: Sequence[str], stem: str) -> Iterator[str]:
     return takewhile(lambda name: name.startswith(stem), map(names.__getitem__, later))
 
 
-#: Anchors that arrays of other kinds have, too: the scale of a norm, those of GPTQ.
+#: Anchors that arrays of other kinds have, too: the scale of a norm, the arrays of GPTQ.
 _COMMON_ANCHORS = {"scale", "scales"}
 
 
@@ -249,7 +249,7 @@ def code_scale_pairs(entries: Mapping[str, TensorEntry], layout: str) -> dict[st
     return unread
 
 
-#: Formats of compressed-tensors whose weights are not those of the table.
+#: Formats of compressed-tensors whose weights are not in the table.
 _UNREADABLE_FORMATS = ("marlin-24", "sparse-bitmask", "sparse-24-bitmask", "mxfp6-pack-quantized")
 
 
@@ -277,7 +277,7 @@ _MOST_GROUPS = 256
 def _module_facts(config: LayoutFacts) -> Callable[[str], dict[str, Any]]:
     """Gives the name of a module and its groups: those that name it in their targets, else one of each kind.
 
-    What each module takes from a configuration then does not grow with the configuration.
+    Then the share of each module in a configuration does not grow with the configuration.
     """
     by_module: dict[str, dict[str, Any]] = {}
     kinds: dict[str, Any] = {}
@@ -376,7 +376,7 @@ def _gptq_config(version: str) -> Callable[[RowsByModule, Sequence[str]], dict[s
 
 
 def _torchao_config(rows: RowsByModule, others: Sequence[str]) -> dict[str, Any]:
-    """The configuration of torchao: that of all weights, or one for each module."""
+    """The configuration of torchao: one for all weights, or one for each module."""
     by_module = {module: facts[layouts.TORCHAO_CONFIG] for module, (_, facts) in rows.items()}
     kind, *more = {json.dumps(config): config for config in by_module.values()}.values()
     if more:

@@ -68,7 +68,7 @@ class WriteOptions:
             fails.
         others: files that are copied into a folder, unless it has one of that name. Default: none.
         progress: function of a name, the bytes that are done, and the total.
-        gguf_keys: of a GGUF file. Default: those of the model of `config`, if llama.cpp knows it, else the fewest.
+        gguf_keys: of a GGUF file. Default: the keys of the model of `config`, if llama.cpp knows it, else the fewest.
     """
 
     layout: str
@@ -293,7 +293,7 @@ def _layout_bytes(layout: str, nbytes: int, shape: tuple[int, ...], quantized: b
 
 @dataclass
 class LayoutRecord:
-    """What is known of the arrays that were written, in JSON.
+    """The facts about the arrays that were written, in JSON.
 
     Args:
         rows: the row and the facts of each quantized weight by name.
@@ -499,20 +499,20 @@ def save_checkpoint(
 ) -> None:
     """Writes arrays and QArrays, or the parameters of a model, in the layout of another program.
 
-    `jchop.load_checkpoint` reads it. A parameter of a model of Flax NNX is named by the path of its layer: that of
+    `jchop.load_checkpoint` reads it. A parameter of a Flax NNX model is named by the path of its layer: the weight of
     ``model/layers/0/up`` is ``model.layers.0.up.weight``. The kernel of a `flax.nnx.Linear`, (in, out), is written as
     (out, in). Embeddings and scales of norms are ``weight``, too. A layer at several paths is written once, by its
     first.
 
     Args:
         path: a new folder; or a file that ends in ``.safetensors`` or ``.gguf`` and is written in one step.
-        tree: a model of Flax NNX, packed or not, of Linear and Embed layers, norms, and parameters of your own modules,
-            which are written as they are. Or a module of Equinox or a container of arrays and QArrays; the name of an
-            array is its path, joined with dots. A quantized array must have a name that ends in ``weight`` and the axes
-            (out, in), except in ``"jchop"``, ``"gguf"`` and ``"mxfp4"``.
-        layout: as in `jchop.load_checkpoint`, without ``"auto"`` and those that are only read: ``"modelopt"``,
+        tree: a model of Flax NNX, packed or not, of Linear and Embed layers, norms, and parameters of your own modules.
+            The last are written as they are. Or a module of Equinox, or a container of arrays and QArrays; the name of
+            an array is its path, joined with dots. A quantized array must have a name that ends in ``weight`` and the
+            axes (out, in), except in ``"jchop"``, ``"gguf"`` and ``"mxfp4"``.
+        layout: as in `jchop.load_checkpoint`, without ``"auto"`` and the layouts that are only read: ``"modelopt"``,
             ``"mlx"`` and ``"llm_int8"``. ``"plain"`` writes the numbers of QArrays.
-        names: a function that gives a tensor's name in the file for that by its path. Default: the same.
+        names: a function that gives a tensor's name in the file for its path. Default: the same.
         config: fields for ``config.json`` of a folder; ``quantization_config`` is added. A GGUF file of a model of
             Llama, Mistral, Qwen2, Qwen3 or Gemma has keys and names of llama.cpp by it. Default: none.
         exact: whether an array whose numbers would change in their last bit (NVFP4) is an error. Default True.
@@ -520,8 +520,8 @@ def save_checkpoint(
 
     Raises:
         TypeError: for a leaf that is not an array, or traced arrays.
-        ValueError: for a layer that has no form in checkpoints, adapters, or an array that the layout cannot hold; the
-            message has specs that it can, or layouts that hold a parameter which `jchop.quantize_fn(...).pack` stored
+        ValueError: for a layer that has no form in checkpoints, adapters, or an array that the layout cannot hold. The
+            message has specs that it can hold, or layouts for a parameter that `jchop.quantize_fn(...).pack` stored
             in another shape. For a folder that has tensors already, or that another call writes to.
         OSError: if a file cannot be written; then no file is left.
 
@@ -551,7 +551,7 @@ def encode_checkpoint(
     """The tensors that `jchop.save_checkpoint` writes, as JAX arrays, for a program that takes them from memory.
 
     The arrays have the bits of the file, and stay on the devices of `tree`. So an engine can take the weights of each
-    step of training. The result is a pytree, so it may be that of `jax.jit` if the spec alone decides the form. Numbers
+    step of training. The result is a pytree. `jax.jit` may return it if the spec alone decides the form. Numbers
     decide it for NVFP4, integer zero points, and scales whose dtype must change. `jchop.load_checkpoint` reads it.
 
     Args:
@@ -597,7 +597,7 @@ def encode_checkpoint(
 
 def _jobs_of(tree: Any, layout: str, names: TensorNaming | None) -> list[WriteJob]:
     """The arrays of a model or a tree by their names in a file."""
-    # Files of `jchop.save` have what is stored.
+    # Files of `jchop.save` have the stored arrays.
     packed_types = QArray if layout == OWN_LAYOUT else QArray | StoredAs
     jobs, activations = [], dict[str, Spec]()
     if is_module_of("flax.nnx", tree):

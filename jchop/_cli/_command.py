@@ -1,4 +1,4 @@
-"""Commands as rows, and what several of them take, check, print and write: tables, numbers as text, output files."""
+"""Commands as rows, and the arguments, checks, prints and files that several share: tables, numbers as text, pages."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def bold(text: str, stream: Any) -> str:
 
 
 def output_width() -> int:
-    """The characters of a line: those of the terminal, or of the variable COLUMNS; 100 in a pipe or a file."""
+    """The characters of a line: the width of the terminal, or the variable COLUMNS; 100 in a pipe or a file."""
     return shutil.get_terminal_size((REPORT_WIDTH, 24)).columns
 
 
@@ -224,7 +224,7 @@ _SHARED_FIELDS: dict[str, dict[str, Any]] = {
 
 
 def argument(name: str, metavar: str | None = None, help: str | None = None, **fields: Any) -> CommandArgument:
-    """An argument, with the fields that it shares with those of other commands where none are given."""
+    """An argument. Fields that are not given are the ones that commands share under its name."""
     own = {"metavar": metavar, "help": help} | fields
     return name, _SHARED_FIELDS.get(name, {}) | {key: value for key, value in own.items() if value is not None}
 
@@ -263,7 +263,7 @@ class Command:
         parser.set_defaults(run=self.run)
 
 
-# -- what is printed and written ---------------------------------------------------------------------------------------
+# -- the printed texts and the written files ---------------------------------------------------------------------------
 
 
 def print_json(value: Any) -> None:
@@ -302,7 +302,7 @@ def write_pictures(
         draw: makes the figure; it is called if a file is asked for.
         title: of the page.
         report: of the page, below the picture; it has a form in HTML.
-        dpi: of the picture. Default: that of the figure.
+        dpi: of the picture. Default: the figure's own.
     """
     page_path = getattr(options, "html", None)
     if options.plot is None and page_path is None:

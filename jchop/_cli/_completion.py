@@ -23,7 +23,7 @@ _OPTION_WORDS = {
 
 
 def words_by_command(commands: Iterable[Command]) -> dict[str, dict[str, list[str]]]:
-    """By command: its long options, each with the words that it takes; "" holds those of its other arguments."""
+    """By command: its long options, each with the words that it takes; "" holds the words of its other arguments."""
     table: dict[str, dict[str, list[str]]] = {}
     for command in commands:
         options = table.setdefault(command.name, {"--help": []})

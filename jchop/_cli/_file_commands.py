@@ -155,7 +155,7 @@ def _run_convert(options: argparse.Namespace) -> None:
 
 
 def _print_checkpoint(target: Path, layout: str, is_continuation: bool, notes: Sequence[str], as_json: bool) -> None:
-    """Prints what was written, after notes."""
+    """Prints the facts of a written file, after notes."""
     for note in (*["an unfinished run was continued: its files were kept"] * is_continuation, *notes):
         cli.print_note(cli.printable(note))
     with open_checkpoint(target, layout) as checkpoint:
@@ -289,7 +289,7 @@ def _compare_formats(name: str, array: np.ndarray, formats: Sequence[Any], key: 
 
 
 def _real_tensors(path: Path, pattern: str | None) -> Iterator[tuple[str, np.ndarray]]:
-    """The array of a .npy file, or those of a safetensors file that match and are numbers, packed ones unpacked."""
+    """The array of a .npy file, or the matching arrays of numbers of a safetensors file, packed ones unpacked."""
     if path.suffix.lower() == ".npy":
         check(pattern is None, f"--tensor {pattern!r} belongs to a .safetensors file; {path} has one array")
         with NpyFile(path, str(path)) as file:

@@ -32,7 +32,7 @@ from jchop.study._run import DATASETS, FORMATS, MODES, ProgressBar, run
 
 @contextlib.contextmanager
 def imports_from_here() -> Iterator[None]:
-    """Has imports find modules of the current folder: those of a function's module, and those that it makes itself."""
+    """Has imports find modules of the current folder: the module of a function, and the modules that it imports."""
     here = os.getcwd()
     sys.path.insert(0, here)
     try:
@@ -49,7 +49,7 @@ def load_function(option: str, text: str) -> Callable[..., Any]:
 
     Args:
         option: name of the argument of the command, for errors.
-        text: what was given.
+        text: the argument as it was written.
 
     Raises:
         ValueError: for a text of another form, a name that cannot be imported, or an object that is no function.
@@ -60,7 +60,7 @@ def load_function(option: str, text: str) -> Callable[..., Any]:
     try:
         with imports_from_here():
             function = pkgutil.resolve_name(text)
-    except Exception as error:  # those of the module, too
+    except Exception as error:  # also the errors of the module
         if isinstance(error, SyntaxError):
             reason = f"{error.filename}, line {error.lineno}: {error.msg}"
         elif module in sys.modules:
@@ -135,7 +135,7 @@ def load_arrays(option: str, path: Path) -> dict[str, np.ndarray]:
 
 
 def _check_npz(file: BufferedReader) -> None:
-    """Refuses what is no archive of numpy.savez, and one whose arrays take memory out of proportion to the file."""
+    """Refuses a file that is no archive of numpy.savez, and arrays whose memory is out of proportion to the file."""
     head = file.read(6)
     file.seek(0)
     check(head != b"\x93NUMPY", "it is a single array")
@@ -161,7 +161,7 @@ def load_arguments(option: str, path: Path, function: Callable[..., Any]) -> tup
 
 
 def argument_order(names: Sequence[str], function: Callable[..., Any], file: str, *, after: int = 0) -> list[str]:
-    """The names of arrays in the order of the arguments: by name, or those without names in their order.
+    """The names of arrays in the order of the arguments: by name, or arrays without names in their order.
 
     Args:
         names: of the arrays; ``arr_0`` and so on if they have none.
@@ -292,7 +292,7 @@ TUNE = cli.Command(
 # -- study -------------------------------------------------------------------------------------------------------------
 
 
-#: The options that belong to the study of a network alone, and to that of a function.
+#: The options that belong to the study of a network alone, and the ones for a function alone.
 _NETWORK_OPTIONS, _FUNCTION_OPTIONS = ("dataset", "epochs", "activations"), ("data", "budget_seconds")
 
 

@@ -215,10 +215,10 @@ INFO = cli.Command(
 )
 
 
-# -- doctor: what is installed, which devices there are, and what jchop runs on them -----------------------------------
+# -- doctor: the installed packages, the devices, and the parts of jchop that run on them ------------------------------
 
 
-#: The extras that users install: the distributions that each brings, and what needs them.
+#: The extras that users install: the distributions that each brings, and the parts that need them.
 USER_EXTRAS = {
     "flax": (("flax",), "jchop.nn"),
     "equinox": (("flax", "equinox"), "jchop.nn of Equinox modules"),

@@ -225,7 +225,7 @@ def _exact_errors(exact: Fraction | float, result: float) -> tuple[Fraction | fl
 
 
 def _error_cell(value: Fraction | float, digits: int, write: Callable[[float], Any]) -> Any:
-    """What `write` makes of the nearest float64; a text of some digits, if it lies outside of the normal numbers."""
+    """The nearest float64 as `write` gives it; a text of some digits, if it lies outside of the normal numbers."""
     nearest = _nearest_float(value, odd=False)
     if isinstance(value, float) or sys.float_info.min <= nearest < math.inf:
         return write(nearest)
@@ -303,7 +303,7 @@ class _RoundingSummary:
             self._errors[name] = max(self._errors[name], float(errors.max(initial=0.0)))
 
     def as_dict(self) -> dict[str, Any]:
-        """The statistics; overflows are those of finite numbers, by their result, not finite or finite."""
+        """The statistics. Finite numbers beyond the range are counted by their result: not finite, or finite."""
         return {"changed": self._counts["changed"]} | self._errors | self._counts
 
     def text(self, shape: tuple[int, ...]) -> str:

@@ -118,7 +118,7 @@ def join_sign(sign: jax.Array, magnitude: jax.Array, carrier: Carrier) -> jax.Ar
 
 
 def lax_where(condition: Any, yes: Any, no: Any) -> jax.Array:
-    """`jnp.where` of broadcast operands as one operation of the program; that of JAX is a function for each shape."""
+    """`jnp.where` of broadcast operands as one operation of the program; JAX's own is a function for each shape."""
     dtype = jnp.result_type(yes, no)
     arrays = [x for x in (yes, no) if isinstance(x, jax.Array)]
     if not arrays or any(x.weak_type or x.dtype.itemsize > dtype.itemsize for x in arrays):
@@ -193,7 +193,7 @@ def entries_after_reshape(
     Of axes that are joined or split, the first one keeps or gives its entry, if its length can be cut so.
 
     Args:
-        entries: of the axes before; those that are missing at the end are None.
+        entries: of the axes before; entries that are missing at the end are None.
         counts: the number of parts of each.
         old: the shape before.
         new: the shape.
@@ -233,13 +233,13 @@ def in_auto_mesh(
 ) -> Any:
     """``function(*operands)`` for operands with an explicit sharding, whose types would refuse slices and reshapes.
 
-    The operands are gathered along the axes of `along` first, so the order of sums along these is that of one device.
+    The operands are gathered along the axes of `along` first, so sums along these have the order of one device.
 
     Args:
         function: it is traced as in an automatic mesh.
         operands: arrays, keys or None.
         along: axes of each operand, counted from its end.
-        like: a function of the gathered operands whose result has the sharding of that of `function`. Default: the
+        like: a function of the gathered operands; its result has the sharding that `function` gives. Default: the
             result has the shape and the sharding of the first operand.
     """
     sharded_operands = [x for x in operands if has_sharding(x)]

@@ -1,6 +1,6 @@
 """Checks of arguments; each error names the argument, its value and the allowed values. Texts of formats and specs.
 
-A check of an argument is a function of its name and its value, which it returns. Further arguments say what is allowed:
+A check of an argument is a function of its name and its value, which it returns. Further arguments give the limits:
 an integer or a number in a range, a choice, an instance. `check` states any other condition and its error in one line.
 """
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def check(holds: object, message: str) -> None:
-    """Refuses what does not hold; a condition and its error are then one line.
+    """Refuses a condition that does not hold; the condition and its error are then one line.
 
     The message is made in any case. So it must be cheap, and must not fail where the condition holds.
 
@@ -214,7 +214,7 @@ def first_names(names: Sequence[str], write: Callable[[str], str] = repr) -> str
 
 
 def keyword_hints(hints: Mapping[str, str]) -> Callable[[T], T]:
-    """A decorator: of a keyword that users try and the function does not have, the error says what to write.
+    """A decorator: for a keyword that users try and the function does not have, the error gives the call that works.
 
     Args:
         hints: the call that works, for each keyword.

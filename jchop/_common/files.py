@@ -56,7 +56,7 @@ class RegularFile(ExitStack):
         file_size: its bytes when it was opened.
 
     Raises:
-        OSError, ValueError: as `open_regular_file`, and those of `read_header`.
+        OSError, ValueError: as `open_regular_file`, and as `read_header`.
     """
 
     def __init__(self, path: Path, read_header: Callable[[], object], name: str = "") -> None:
@@ -274,7 +274,7 @@ def json_object(text: str) -> dict[str, Any]:
     A list or an object takes up to thirty times its text when it is parsed. So they are counted before.
 
     Raises:
-        ValueError: if the text is not such an object, has a duplicate key, has too many entries, or is nested too deep.
+        ValueError: if the text is no object, has a duplicate key, has too many entries, or is nested too deep.
     """
     for kind, marks, most in (("lists and objects", "[{", 4), ("strings", '"', 12)):
         check(sum(map(text.count, marks)) <= most * MOST_ENTRIES, f"more {kind} than {MOST_ENTRIES} entries have")

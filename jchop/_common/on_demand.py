@@ -12,7 +12,7 @@ from jchop._common.checks import close_names_hint
 
 
 def load_name(module: str, name: str) -> Any:
-    """What a module that is loaded when first used has under a name."""
+    """An attribute of a module that is loaded when first used."""
     return getattr(import_module(module), name)
 
 
@@ -30,13 +30,13 @@ def on_demand(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The functions ``__getattr__`` and ``__dir__`` of a package with names that are loaded when first used.
 
-    The core has no import of a wing: its packages say by a text where such a name stands.
+    The core has no import of a wing: its packages say by a text where a name of a wing stands.
 
     Args:
         package: its name.
         modules: the names of its modules.
         names: for each other module the names that the package has from it.
-        elsewhere: for names that users try, what to write instead.
+        elsewhere: for names that users try, the text to write instead.
 
     Raises:
         AttributeError: by the first function, for a name that the package has not.

@@ -2,10 +2,10 @@
 
 A path is a sequence of parts, between slashes or dots: ``blocks/0/mlp``, ``blocks.0.mlp``. A pattern is one or more
 *terms* with spaces between them. A term matches consecutive whole parts of a path, wherever they are. Within a part
-``*`` stands for any characters, ``?`` for one, ``[ab]`` and ``[!ab]`` for one of these and for another one, and
-``{query,key}`` for one of these texts; ``**`` as a part stands for any number of parts. With ``/`` in front the path
-begins there, with ``/`` at the end it ends there, and ``/`` alone is the path without parts. A term with ``!`` in front
-excludes what it matches.
+``*`` stands for any characters, ``?`` for one, ``[ab]`` and ``[!ab]`` for one of these and for another one.
+``{query,key}`` stands for one of these texts. ``**`` as a part stands for any number of parts. With ``/`` in front the
+path begins there, with ``/`` at the end it ends there, and ``/`` alone is the path without parts. A term with ``!``
+in front excludes its matches.
 
 A path matches a pattern if one of its terms does, or if all terms exclude, and no excluding one does. ``*`` alone
 matches every path.
@@ -98,7 +98,7 @@ def _regex_error(argument: str, pattern: Any, terms: list[Any]) -> str:
 
 
 def matches_path(pattern: str, *paths: str) -> bool:
-    """Whether a pattern matches what has a path, or several: then a term needs to match only one of them.
+    """Whether a pattern matches a path; of several paths, a term needs to match only one.
 
     Example:
         >>> matches_path("blocks/*/mlp", "encoder.blocks.0.mlp.dense"), matches_path("mlp", "mlp2")
@@ -254,5 +254,5 @@ def _part_regex(glob: str) -> str:
     return regex
 
 
-#: What has a meaning of its own in a class of characters; a hyphen between two makes a range there, too.
+#: Characters with a meaning of their own in a class of characters; a hyphen between two makes a range there, too.
 _CHARACTER_CLASS_SYNTAX = re.compile(r"[\\\]\[^&~|]")

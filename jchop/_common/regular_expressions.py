@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-#: What regular expressions have, and patterns and names of layers do not.
+#: Syntax that regular expressions have, and patterns and names of layers do not.
 _REGEX_SYNTAX = re.compile(r"[\\|]|^\^|\$$|\[\^|[.\])][+]|\)[*?]$|(^|/)\.[*?]|\.\*/|\(\?")
 #: Tokens: the mark between parts, any characters with such marks, the beginning and the end of the path.
 _MARK, _SPAN, _START, _END = "/", "**", "^", "$"
@@ -15,7 +15,7 @@ _Tokens = tuple[str, ...]
 
 
 def is_regular_expression(text: str) -> bool:
-    """Whether a term has what regular expressions have, and patterns do not.
+    """Whether a term has syntax that regular expressions have, and patterns do not.
 
     Example:
         >>> [is_regular_expression(text) for text in (".*mlp.*", "(q|k)_proj", "*mlp*", "0.{mu,nu}.**.kernel")]
@@ -141,7 +141,7 @@ def _as_one_token(options: list[_Tokens]) -> list[_Tokens]:
 
 
 def _terms(tokens: _Tokens, whole: bool) -> list[str]:
-    """The terms that match what one alternative matches."""
+    """The terms that match the same texts as one alternative."""
     begins, ends = whole or tokens[:1] == (_START,), whole or tokens[-1:] == (_END,)
     tokens = tokens[tokens[:1] == (_START,) : len(tokens) - (tokens[-1:] == (_END,))]
     if _START in tokens or _END in tokens:

@@ -45,8 +45,8 @@ def table_lines(
         align: one of < (left) and > (right) for each column. Default: all left.
         width: the most characters of a line. A wider table first loses columns, named in a last line; then the longest
             of its texts on the left are cut in the middle. Default None: any number.
-        optional: the names of the columns that may be left out: those without any value, then the first one first.
-        whole: what has all columns, for the last line.
+        optional: the names of the columns that may be left out: first columns without any value, then in this order.
+        whole: the call that gives all columns, for the last line.
 
     Example:
         >>> table_lines([("name", "bits"), ("e5m2", "8")])
@@ -84,7 +84,7 @@ def _least_width(column: Sequence[str]) -> int:
 
 
 def cut_middle(text: str, length: int) -> str:
-    """A text of at most `length` characters, with a mark for those left out in its middle.
+    """A text of at most `length` characters, with a mark in its middle for the characters left out.
 
     Example:
         >>> cut_middle("blocks/12/attention/query", 13), cut_middle("query", 13)
@@ -111,7 +111,7 @@ class Tables:
         """The report as text.
 
         Args:
-            width: the most characters of a line, default 100: long texts are cut in the middle, and columns left out
+            width: the most characters of a line, default 100. Long texts are cut in the middle, and columns left out
                 are named in a last line. None: every column, and texts as they are.
         """
         lines: list[str] = []

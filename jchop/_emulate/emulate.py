@@ -68,7 +68,7 @@ def emulate(
     JAX traces `fun` to a program, which runs operation by operation. Arguments and constants are rounded on entry. For
     +, −, ×, ÷ and √ the *exact* result of the rounded operands is rounded once, in every mode. An integer power is a
     sequence of these products. For formats of up to 16 bits, exp, log, pow, atan2 and the other elementary functions of
-    `jchop.math` round the exact value once. So do those that JAX composes of several operations (hypot, log10 ...).
+    `jchop.math` round the exact value once. So do functions that JAX composes of several operations (hypot, log10 ...).
 
     Other functions (lgamma ...), conversions and sums across devices round the carrier's result once more. So do calls
     of `jax.random`; their results are never an excluded end of the interval. `accumulate` decides sums along axes,

@@ -1,1 +1,1 @@
-"""What a number format does to a program: reports, blame, digits, searches, comparisons."""
+"""The effects of a number format on a program: reports, blame, digits, searches, comparisons."""

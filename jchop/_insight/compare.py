@@ -35,7 +35,7 @@ COMPARISON_SCALES = ("none", "fit")
 
 
 def default_formats(ndim: int) -> tuple[str, ...]:
-    """The formats that `compare` takes for an array of `ndim` axes: those with channels need two.
+    """The formats that `compare` takes for an array of `ndim` axes: formats with channels need two.
 
     Example:
         >>> len(default_formats(2)) - len(default_formats(1))
@@ -239,7 +239,7 @@ def _fit_exponent(largest: float, fmt: ElementFormat) -> int:
     if largest == 0 or not 0 < limit < math.inf:
         return 0
     exponent = math.frexp(limit)[1] - math.frexp(largest)[1]
-    # Numbers times 2^k, and what they are rounded to, have to stay in float64.
+    # Numbers times 2^k, and their rounded values, have to stay in float64.
     exponent = min(exponent, 1000 - math.frexp(largest)[1])
     return exponent - (math.ldexp(largest, exponent) > limit)
 

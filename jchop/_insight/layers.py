@@ -277,7 +277,7 @@ class _LayerProblem:
     _losses: dict[tuple[int, ...], float] = field(default_factory=dict)
 
     def rules(self, assignment: Sequence[int]) -> list[Rule]:
-        """A rule for each layer with a format; those at level -1 have none."""
+        """A rule for each layer with a format; layers at level -1 have none."""
         levels = ((layer, self.options[j]) for layer, j in zip(self.layers, assignment, strict=True) if j >= 0)
         return [replace(rule, path=f"/{x.path}/" if x.path else "/") for x, rule in levels if rule is not None]
 
@@ -527,7 +527,7 @@ def _fisher_scores(
 
 
 def _layers_under(layers: Sequence[_TunableLayer], options: Sequence[Rule | None]) -> list[dict[str, Any] | None]:
-    """The layers under each option, by path; each alone: a layer inside it, as that of LoRA, has a score of its own."""
+    """The layers under each option, by path; each alone: a layer inside it, as in LoRA, has a score of its own."""
     return [
         None if option is None else {layer.path: quantize(layer.module, replace(option, path="/")) for layer in layers}
         for option in options

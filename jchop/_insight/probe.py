@@ -1,7 +1,7 @@
 """`jchop.probe`: the arithmetic of any matrix product, found from its results.
 
 Sums are probed by large numbers that cancel: a small number that is added between M and -M is lost. The number of lost
-ones tells which products are summed together (FPRev: Xie et al., USENIX ATC 2025). The other probes are those of Fasi,
+ones tells which products are summed together (FPRev: Xie et al., USENIX ATC 2025). The other probes are by Fasi,
 Higham, Mikaitis and Pranesh, PeerJ Computer Science 7:e330, 2021.
 """
 
@@ -133,7 +133,7 @@ def probe(matmul: Callable[[Any, Any], Any], *, length: int = 288) -> Probe:
 
 
 class _UnitUnderTest:
-    """The product under test, and what is known of it."""
+    """The product under test, and the facts known about it."""
 
     def __init__(self, matmul: Callable[[Any, Any], Any], length: int) -> None:
         self.matmul, self.length = matmul, length
@@ -201,7 +201,7 @@ class _UnitUnderTest:
                 return
 
     def _find_order_by_rounding(self) -> None:
-        """An order that explains sums of random powers of two, if every sum is rounded as that of two products.
+        """An order that explains sums of random powers of two, if every sum is rounded as a sum of two products.
 
         Directed and odd roundings do not lose a small product beside a large one: they may move the large one.
         """

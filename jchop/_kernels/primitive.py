@@ -128,12 +128,12 @@ def make_op(
         gpu: a kernel for NVIDIA GPUs of compute capability 8.0 and more; or several, the preferred one first.
         single: the result is one array; else a tuple of arrays.
         like_first: the result has the shape and the dtype of the first array, so its type needs no trace of the body.
-        results: of the types of the arrays and the static keywords, those of the results, so that these need no trace.
+        results: gives the types of the results from the types of the arrays and the static keywords, without a trace.
         by_backend: the body has a keyword `backend`. It is `ONE_CPU` in programs for one CPU, except under vmap, and
             absent in others.
         no_inline: in programs for one CPU, the body is not fused with the operations around it. This is for bodies that
             read an array more than once, or whose results are read more than once.
-        canonical: of the shapes of the arrays and the static keywords, other shapes and keywords that give the same
+        canonical: from the shapes of the arrays and the static keywords, other shapes and keywords for the same
             numbers in the same order, or None. A program for one CPU then has one body for all that share them.
         stores: the results are codes and scales, which `emulate` does not round.
         coder_of: gives the two halves of a rounding, for `save_codes`.
@@ -425,7 +425,7 @@ def host_device() -> Any:
 
 
 def by_platform(otherwise: Callable[..., Any], *arrays: Any, **on: Callable[..., Any]) -> Any:
-    """One function in programs for a platform (``cpu=``, ``tpu=``), another in those for others; the lowering chooses.
+    """One function in programs for a platform (``cpu=``, ``tpu=``), another for other platforms; the lowering chooses.
 
     For two ways to the same result, of which each is cheap on its devices.
     """

@@ -73,7 +73,7 @@ def save_codes_of(primitive: Primitive, make_coder: Callable[..., Coder | None])
 
 
 def _define_residuals(primitive: Primitive, leave_codes: Callable[..., tuple | None]) -> None:
-    """Where a policy saves codes, the parts of an operation are those of `leave_codes`, else those of JAX."""
+    """Where a policy saves codes, the parts of an operation are from `leave_codes`, else from JAX."""
 
     def rule(saveable: Callable[..., Any], unknown: Sequence[bool], there: Sequence[bool], eqn: JaxprEqn) -> tuple:
         needed = [atom for atom, known in zip(eqn.invars, there, strict=True) if type(atom) is Var and not known]

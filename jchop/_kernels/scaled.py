@@ -183,7 +183,7 @@ def _collapse_axes(plan: ScaledPlan, shape: Sequence[int]) -> tuple[tuple[int, .
     """
     if plan.of_scales is not None or not plan.rule.by_ends or not are_static(shape):
         return None
-    axes: list[tuple[int, int]] = []  # the length of each, and that of a group along it
+    axes: list[tuple[int, int]] = []  # the length of each, and the length of a group along it
     for length, size in zip(shape, plan.fmt.group_shape(shape), strict=True):
         before, within = axes[-1] if axes else (0, 0)
         if axes and (size, within) in ((1, 1), (length, before)):
@@ -319,7 +319,7 @@ def dense_of(spec: Spec, x: Array) -> tuple[Spec, Array, Array | None]:
 def code_and_scale_shapes(spec: Spec, shape: Sequence[int]) -> tuple[Any, ScaleArrays, Any]:
     """The results of `quantize_scaled` for an array of `shape`, as `jax.ShapeDtypeStruct`.
 
-    The codes are those of all numbers; a format with `sparse` has the same scales and zero points.
+    The codes are for all numbers. A format with `sparse` has the same scales and zero points.
     """
     fmt, bits = _require_byte_codes(spec), _require_scaled_format(spec).bits
     row = (*shape[:-1], packed_size(shape[-1] if shape else 1, bits))
@@ -521,7 +521,7 @@ def _across_parts(
     """``run(x, *arrays)``; as in an automatic mesh, if an explicit sharding of `x` cuts groups.
 
     The types of arrays in such parts would refuse their views. Where a rule adds the numbers of a group, these are
-    gathered first, so that the order of sums is that of one device.
+    gathered first, so that sums have the order of one device.
 
     Args:
         run: the operation.

@@ -177,8 +177,8 @@ class ScaledGpuTiling(Tiling):
 
         Along rows, a tile has 2048 elements, 16 for each thread, so that one or a few threads reduce a block. Down
         columns, 128 columns make a warp of threads with four neighbours each, which reduce their part of a block in
-        registers. For 64-bit numbers, for rows of codes of which eight are stored together, and for columns under
-        stochastic rounding, a tile has half as many elements, because of the registers. Longer rows have more warps.
+        registers. A tile has half as many elements for 64-bit numbers, for rows of codes stored in groups of eight,
+        and under stochastic rounding down columns. The registers limit it there. Longer rows have more warps.
         """
         padded_block, half = problem.padded_block, problem.plan.compute.width // 64
         if problem.last:

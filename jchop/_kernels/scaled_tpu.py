@@ -2,7 +2,7 @@
 
 The vector unit reduces along sublanes at the cost of an elementwise operation. Along parts of a row of lanes it must
 move every element first. So blocks always run along sublanes. If the blocks are along the last axis of the array, a
-tile is transposed on chip, which takes a fifth of the code of a reshape that splits lanes. Its scales are written
+tile is transposed on chip. This takes a fifth of the code of a reshape that splits lanes. Its scales are written
 transposed, too, and XLA transposes them back: they are few.
 
 Codes of fewer than eight bits are packed across lanes by a product with a matrix of zeros and ones on the matrix unit.

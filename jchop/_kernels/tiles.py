@@ -1,4 +1,4 @@
-"""What kernels have in common before Pallas is loaded: sizes of tiles, and reasons against a kernel."""
+"""Sizes of tiles, and reasons against a kernel: kernels share them before Pallas is loaded."""
 
 from __future__ import annotations
 

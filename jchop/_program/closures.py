@@ -25,9 +25,9 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-#: Types whose objects never change; those of subclasses may have attributes.
+#: Types whose objects never change; objects of subclasses may have attributes.
 _SCALARS = (bool, int, float, complex, str, bytes)
-#: Types whose objects never change, nor those of subclasses.
+#: Types whose objects never change, nor objects of subclasses.
 _IMMUTABLE_TYPES = (
     *(type(None), type(Ellipsis), np.generic, np.dtype, np.ufunc),
     *(types.WrapperDescriptorType, types.MethodDescriptorType, types.CodeType),
@@ -62,7 +62,7 @@ class _MayChangeError(Exception):
 def reachable_objects(*roots: Any) -> tuple[Any, ...] | None:
     """Every object that functions reach, in a fixed order; None if one may change unseen.
 
-    Objects of classes may, and what modules with state give: the environment, the clock, random numbers.
+    Objects of classes may, and results of modules with state: the environment, the clock, random numbers.
 
     Args:
         roots: functions and other objects that a call depends on.
@@ -193,7 +193,7 @@ class _GlobalRead(NamedTuple):
 
 
 def _value_of_read(read: _GlobalRead, names: dict[str, Any]) -> Any:
-    """What a read gives: the first object that is no module, or the last module."""
+    """The result of a read: the first object that is no module, or the last module."""
     if read.level >= 0:
         value = _module_of_read(read, names)
     else:

@@ -1,7 +1,7 @@
 """Equations that hold programs, and how these run.
 
 `CONTROL` says once for each primitive how it is planned and run. `Loops` has the
-loops of JAX. A runner of concrete values replaces them (`_program/lanes.py`); another may add to what a loop carries.
+loops of JAX. A runner of concrete values replaces them (`_program/lanes.py`); another may add carried values.
 """
 
 from __future__ import annotations
@@ -227,8 +227,8 @@ class ControlPrimitive(NamedTuple):
 
     Args:
         plan: of a planner and a step its step with inner plans.
-        run: of the loops, a step, its seeds, its operands and what runs a plan, the results.
-        roles: of a step what becomes of each operand, `Role`.
+        run: gives the results, from the loops, a step, its seeds, its operands and the function that runs a plan.
+        roles: gives the `Role` of each operand of a step.
         turns: of a step how often its program runs, if that is known before and more than once.
     """
 
@@ -244,19 +244,19 @@ Role = str
 
 
 def roles_of(step: ProgramStep) -> list[Role]:
-    """What becomes of each operand of a step that holds programs."""
+    """The role of each operand of a step that holds programs."""
     row = CONTROL.get(step.name)
     return ["other"] * len(step.eqn.invars) if row is None else row.roles(step)
 
 
 def turns_around(steps: Iterable[Any]) -> list[tuple[Any, int]]:
-    """Those of the steps whose programs run a known number of times, each with this number."""
+    """The steps whose programs run a known number of times, each with this number."""
     rows = ((step, CONTROL.get(step.name)) for step in steps)
     return [(step, row.turns(step)) for step, row in rows if row is not None and row.turns is not None]
 
 
 def operands_of_role(step: ProgramStep, role: Role, values: Sequence[Any]) -> list[Any]:
-    """Those of some values, one for each operand of a step, whose operands have a role."""
+    """The values whose operands have a role; there is one value for each operand of a step."""
     return [value for value, own in zip(values, roles_of(step), strict=True) if own == role]
 
 
@@ -312,7 +312,7 @@ def _plan_solve(planner: Any, step: Any) -> Any:
 
 
 def _solve_operands(step: Any, values: Sequence[Any]) -> list[Any]:
-    """The operands of the program that a step runs: of a linear system those of its solver, of any other step all."""
+    """The operands of the program that a step runs: for a linear system the solver's, for any other step all."""
     if step.name != "custom_linear_solve":
         return list(values)
     lengths = step.eqn.params["const_lengths"]
@@ -420,7 +420,7 @@ CONTROL: dict[str, ControlPrimitive] = {
 def run_implementation(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any], interpret: Interpret) -> list[Any]:
     """A primitive by its implementation, which is a program; the derivative is the primitive's own, in the carrier.
 
-    What has its own rule for batches has it also under `jax.vmap`.
+    A primitive with its own rule for batches has it also under `jax.vmap`.
     """
     if step.later is None or not any(isinstance(x, Tracer) for x in jax.tree.leaves((seeds, args))):
         return _run_custom_rule(loops, step, seeds, args, interpret)

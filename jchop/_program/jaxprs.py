@@ -207,7 +207,7 @@ class Widening:
     Args:
         carrier: the dtype.
         primitives: the names of primitives that take other dtypes.
-        constant: what a real constant becomes, of its value in its own dtype, and of the primitive and the scope that
+        constant: gives a real constant its new value, from its value in its own dtype, the primitive and the scope that
             take it.
     """
 

@@ -206,7 +206,7 @@ class LaneRunner(Runner):
         raise NotImplementedError
 
     def path_value(self, value: LaneValue, lane: int) -> Any:
-        """What chooses the path of a lane: an index of branches, a condition."""
+        """The value that chooses the path of a lane: an index of branches, a condition."""
         return value[lane]
 
     def rounded_operands(self, step: Any, seeds: Any, args: list[LaneValue]) -> list[LaneValue]:

@@ -1,7 +1,7 @@
 """Repeated steps of a plan, such as the layers of an unrolled network, found and run as a loop: compiled once.
 
 The plan stays as it is, so reports and eager calls see every equation. Each turn draws the random words of its own
-steps, so the loop has the results of the steps one after the other, bit for bit.
+steps. So the loop has the results of the steps one after the other, bit for bit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Turns:
 
     Args:
         body: the steps of turn 1. Its arguments are the fixed operands, the carried values, and an entry of each
-            column; its results the next carried values and an entry of each stack.
+            column. Its results are the next carried values and an entry of each stack.
         length: the number of turns.
         stride: the random draws of a turn.
         fixed: the operands that are the same in every turn.
@@ -219,7 +219,7 @@ def _make_turns(plan: ProgramPlan, first: int, size: int, length: int) -> Turns 
     after = {v for step in plan.steps[end:] for v in step.operands if not isinstance(v, Literal)}
     after |= {v for v in plan.jaxpr.outvars if not isinstance(v, Literal)}
     read = {v: at for v, at in flow.origins.items() if v in after}
-    # Results of earlier turns are stacked; those of the last one are carried, if the carry can begin as zeros.
+    # Results of earlier turns are stacked; the last turn's are carried, if the carry can begin as zeros.
     own = {at[1:] for v, at in read.items() if at[1:] not in flow.carry and not _can_begin_as_zeros(v)}
     stack_keys = own | {at[1:] for at in read.values() if at[0] < length - 1}
     last = {at[1:] for at in read.values()} - stack_keys

@@ -28,7 +28,7 @@ from jchop._program.stopped_loops import COMPARISONS
 
 
 class Planner:
-    """Makes plans. A table of rules is a subclass; it defines the facts about values, and those of an unknown one."""
+    """Makes plans. A table of rules is a subclass; it defines the facts about values, and about an unknown one."""
 
     no_facts: Any = None
 
@@ -138,7 +138,7 @@ def implementation_of(eqn: Any) -> Any:
 
 
 def _implementations(primitive: Any) -> Iterator[Callable[..., Any]]:
-    """The functions that compute a primitive: its own, and what it is lowered to if that is a function of JAX."""
+    """The functions that compute a primitive: its own, and its lowering if that is a function of JAX."""
     if primitive.impl is not None and not _is_in_package(primitive.impl, "jax._src.dispatch"):
         yield primitive.impl
     platforms = getattr(mlir, "_platform_specific_lowerings", {}).values()

@@ -28,7 +28,7 @@ class Seeds:
     """The six words of `seed_words`, and axes of a mesh. Values that vary over these axes draw different words.
 
     A value that is the same on every shard must have the same rounded value there. A value that varies draws different
-    words on each shard. If `shift` is not None, the numbers of all draws are larger by it, modulo 2^32: a loop over
+    words on each shard. If `shift` is not None, the numbers of all draws are larger by it, modulo 2^32. So a loop over
     equal steps has the steps of one turn.
     """
 

@@ -82,7 +82,7 @@ class ProgramStep:
         known: the facts about its operands.
         out: the facts about its results.
         inner: the plans of the programs that it holds.
-        later: plans the program of its rule for batches, which is traced in a run; None if it has no such rule.
+        later: plans the program of its rule for batches, which is traced in a run; None without a rule for batches.
     """
 
     eqn: Any
@@ -151,7 +151,7 @@ def jaxpr_of(value: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def equations_of(jaxpr: Any) -> Iterator[Any]:
-    """The equations of a jaxpr, and those of the programs that they hold."""
+    """The equations of a jaxpr, and of the programs that they hold."""
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in programs_of(eqn):
@@ -185,7 +185,7 @@ def scope_of(outer: str, name_stack: Any, name: str | None = None) -> str:
 
 
 def is_reference(x: Any) -> bool:
-    """Whether a value, or the type of a variable, is that of a mutable reference (`jax.new_ref`)."""
+    """Whether a value is a mutable reference (`jax.new_ref`), or a variable has the type of one."""
     return isinstance(x, jax.Ref) or hasattr(x, "inner_aval")
 
 

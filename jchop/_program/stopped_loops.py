@@ -1,4 +1,4 @@
-"""Loops that were stopped: what a warning or a note says of one."""
+"""Loops that were stopped: the text of a warning or a note about one."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def quantize_fn(fun: Callable[..., Any], rules: RuleLike, *, key: Array | None =
         fun: a function of a pytree of parameters, and of anything else.
         rules: a `Rule`, or several. The first that matches the path of a parameter applies to it and to its products. A
             path has the keys of `jax.tree_util.keystr`, joined by slashes. `weight` rounds parameters that reach a
-            product, `bias` those that are added to data and other biases, `activation` the other operand of the
+            product, `bias` parameters that are added to data and other biases, `activation` the other operand of the
             product. `gradient`, `input_gradient`, `weight_gradient` and `matmul` are as in `Rule`. A product without a
             parameter (attention) has the first rule that matches its scope (`jax.named_scope`), which rounds both
             operands to `activation`. `scale_from` keeps scales of products with a parameter. They are an argument of
@@ -116,7 +116,7 @@ def check_rule_fields(rules: Sequence[Rule]) -> None:
     refuse_codes_with_kept_scales(rules)
 
 
-#: Fields that only layers have, and what does the same in a program.
+#: Fields that only layers have, and the equivalent in a program.
 _LAYER_FIELDS = {
     "output": "layers of Flax (jchop.nn); in a program, give the product that takes the result an activation, or round "
     "the result by jchop.round_to_format",

@@ -17,7 +17,7 @@ from jchop._storage import quantize
 
 
 def quantize_tree(params: Any, rules: RuleLike, key: Array | None = None) -> Any:
-    """A pytree of parameters with those that rules match stored packed; `jchop.quantize` of trees.
+    """A pytree of parameters, stored packed if rules match them; `jchop.quantize` of trees.
 
     Args:
         params: a pytree of arrays.
@@ -26,8 +26,8 @@ def quantize_tree(params: Any, rules: RuleLike, key: Array | None = None) -> Any
 
     Raises:
         TypeError: for rules that are none, or a matched leaf that is no array of a carrier dtype.
-        ValueError: for a rule that matches no leaf or has another field than a weight; a stochastic one without a key;
-            infinities or NaN in a leaf to be packed; an array without the axes that its format names.
+        ValueError: for a rule that matches no leaf or has another field than a weight, or a stochastic one without a
+            key. For infinities or NaN in a leaf to be packed, or an array without the axes that its format names.
     """
     all_rules = as_rule_tuple(rules)
     for rule in all_rules:

@@ -63,8 +63,8 @@ def flip_bits(
     Raises:
         TypeError: for a complex or integer `x`, a key that is not a typed key, or a `p` that is not a number.
         ValueError: for a `p` outside of [0, 1], a scaled format, or a format without bits to flip. Also for a format
-            other than a float with codes of more than 16 bits, and for a dtype that lacks values of the format (float16
-            for binary32).
+            other than a float with codes of more than 16 bits. For a dtype that lacks values of the format, as float16
+            lacks values of binary32.
 
     Example:
         >>> import jax, numpy as np, jchop as jc

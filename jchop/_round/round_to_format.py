@@ -86,7 +86,7 @@ def round_to_format(
             shape)``: one start for each axis and the shape of the whole. Default 0. It only selects the random bits:
             the groups of a scaled format begin at the first element of `x`.
         gradient_key: a typed key, needed if ``spec.gradient`` rounds the cotangent stochastically.
-        impl: ``"auto"`` (default) for the faster program, ``"xla"`` for the portable body, ``"pallas"`` for the TPU's
+        impl: ``"auto"`` (default) for the faster program, ``"xla"`` for the portable body. ``"pallas"`` for the TPU's
             or GPU's kernel of a scaled format, with an error if it cannot run. The bits are the same.
         generator: ``"counter"`` (default), or ``"hardware"`` for the TPU's own random bits, seeded with `key`: cheaper
             there, and not reproducible. They depend on tiling, chip and version, and there is no `offset` for them.

@@ -62,7 +62,7 @@ def dot_product_attention(
 
     Raises:
         TypeError: for a cache of another class, or a dtype that is no carrier.
-        ValueError: for other shapes; for a window that is longer than the window of a rolling cache; for more queries
+        ValueError: for other shapes, or a window that is longer than the window of a rolling cache. For more queries
             than a rolling cache has slots.
 
     Example:

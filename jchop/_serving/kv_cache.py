@@ -70,7 +70,7 @@ class KVRows:
         return self.part(lambda word: jnp.swapaxes(word, 1, 2))
 
     def write(self, new: Array, row: Array, slot: Array) -> KVRows:
-        """With new tokens in their slots; those whose row does not exist are not written."""
+        """With new tokens in their slots; tokens whose row does not exist are not written."""
         leaves = jax.tree.leaves(_quantize_kv_rows(new.astype(self.dtype), self.spec))
         words = (
             old.at[row, slot].set(lax.bitcast_convert_type(leaf, old.dtype), mode="drop")
@@ -304,7 +304,7 @@ class KVCache:
         return jnp.where(self.overflowed[:, None, None, None], jnp.nan, numbers)
 
     def _numbers(self, rows: KVRows, name: str, positions: Array) -> Array:
-        """Keys or values in all slots, with those of recent tokens as they came, and rotated back."""
+        """Keys or values in all slots, with the recent tokens as they came, and rotated back."""
         numbers = masked_numbers(rows, positions[:, :, None])
         if self.recent is not None:
             slots = (positions % self.recent.slot_positions.shape[1])[:, :, None, None]
@@ -426,7 +426,7 @@ class KVCache:
         """A cache without the last tokens of sequences, for example the rejected tokens of speculative decoding.
 
         Tokens at positions from `lengths` on are dropped, and no query sees them. The next token of a sequence comes
-        after those that are left. Pages without tokens that are left are free. A sequence that overflowed stays so.
+        after the tokens that are left. Pages without these tokens are free. A sequence that overflowed stays so.
 
         A rolling cache has written each token over the one that is as many positions earlier as there are slots. That
         one does not come back: a query whose window it is in gets NaN. After ``n <= chunk`` tokens are dropped, the
@@ -528,7 +528,7 @@ class KVCache:
         return self.key_slots.part(take), self.value_slots.part(take), positions
 
     def query_positions(self, positions: Any, tokens: int | None) -> Array:
-        """The positions of queries, shape (batch, tokens): those given, or the last ones."""
+        """The positions of queries, shape (batch, tokens): the given ones, or the last ones."""
         if positions is not None:
             return self._as_positions(positions, tokens)
         assert tokens is not None

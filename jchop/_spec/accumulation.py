@@ -1,7 +1,7 @@
-"""The arithmetic of a sum of products: the roundings, the order of the additions, and those of tensor cores.
+"""The arithmetic of a sum of products: the roundings, the order of the additions, and the sums of tensor cores.
 
-Throughout, P and A are the roundings of products and of accumulator values, and the K products of one output element
-are a_k b_k, k = 0 ... K-1.
+Throughout, P rounds products and A rounds accumulator values. One output element is a sum of the K products
+a_k b_k, k = 0 ... K-1.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Order(checks.FieldsRepr):
       Subnormal numbers have the exponent of the smallest normal number of their format.
     * ``aligned_apart(b, f)``: the same in two stages. The b products are aligned with each other, toward zero, and
       summed exactly; a product of 2^128 and more is infinite. Then this sum loses the bits below 2^(N - f - 7), and c
-      those below 2^(N - f), downward. N is the larger of M and the exponent of c.
+      the bits below 2^(N - f), downward. N is the larger of M and the exponent of c.
     * ``aligned_halves(b, f)``: as ``aligned_apart``, but the products of even and of odd index are first summed apart,
       each on its own grid. Then both sums lose the bits below 2^(M - f), downward, with M the larger of their largest
       exponents. If the exponent of c is less than N - f - 1, c counts as zero.
@@ -291,7 +291,7 @@ _ROUNDING_FIELDS = ("operands", "product", "accumulate")
 
 
 def _is_merged_sum_exact(fmt: ScaledFormat, order: Order) -> bool:
-    """Whether a sum of products times its scales is exact in float32, and that of a block in two words of 24 bits."""
+    """Whether a sum of products times its scales is exact in float32, and a block's sum in two words of 24 bits."""
     element, block = fmt.element, order.block or 0
     assert isinstance(element, FloatFormat) and isinstance(fmt.group, int) and order.bits is not None
     bits = element.emax + 1 - (element.emin - element.frac_bits) + fmt.scale_format.frac_bits + 1

@@ -270,7 +270,7 @@ _GRADIENT_CHOICES = (
 )
 
 
-#: A `Spec`, or what `as_spec` makes one of. A scaled format is refused where each number is rounded by itself.
+#: A `Spec`, or an argument of `as_spec`. A scaled format is refused where each number is rounded by itself.
 SpecLike = Spec | ElementFormat | ScaledFormat | str | np.dtype | type
 
 

@@ -44,7 +44,7 @@ class QArray:
         qvalue: the codes. Codes of fewer than 8 bits are packed along the last axis into uint8. Code i of a row has the
             bits [k i, k i + k) of the row's little-endian bit stream (low nibble first for 4 bits). Each row is padded
             to whole bytes. Codes of 8 bits are int8 or uint8 for integers and fixed point, float8_e4m3fn and
-            float8_e5m2 for those formats, else uint8. A plain format may have up to 16 bits (uint16), or be one of
+            float8_e5m2 for these formats, else uint8. A plain format may have up to 16 bits (uint16), or be one of
             float16, bfloat16, float32, float64.
         scale: the scales, one for each group, in as many axes as the array. They are numbers of the scale format's
             dtype if it is a float of 16 bits or more, else its codes. A tuple if a scale has several parts. Under the
@@ -453,7 +453,7 @@ def qarray_of_scales(scale: _codes.Scale, fmt: ScaledFormat, shape: tuple[int, .
 def check_qarray(
     name: str, value: Any, classes: Any = QArray, what: str = "QArray, as returned by jchop.quantize"
 ) -> None:
-    """Refuses a value of another class than QArray, or than those that are `classes`.
+    """Refuses a value of another class than QArray, or than `classes`.
 
     Raises:
         TypeError: that has the value in one line, and of an array its dtype and shape.
@@ -531,7 +531,7 @@ register_export(QArray, "jchop.QArray")
 
 
 def named_sharding_of(like: Any) -> NamedSharding | None:
-    """The sharding of an array, or of its shape and dtype; one of an abstract mesh is that of the current mesh.
+    """The sharding of an array, or of its shape and dtype. An abstract mesh must be the current mesh, and becomes it.
 
     Raises:
         ValueError: for an abstract mesh that is not the current one.

@@ -1,9 +1,9 @@
 """The grouping of elements under scales, axis by axis, and its change by indexing, permuting and reshaping.
 
 Along an axis each index has its own scales (OWN), all indexes share scales (WHOLE), or blocks of a length share them
-(that length). A format counts axes from the front or the end. Stored arrays count them from the end, so that leading
+(that length). A format counts axes from the front or the end. Stored arrays count them from the end. So leading
 axes can be added (vmap, scan) or removed (vmap, scan, indexing) without a change of the format. A stored format may so
-name channels along axes in front of all those that its array has now; they say nothing about the array.
+name channels along axes in front of all axes that its array has now; they say nothing about the array.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def unit_lengths(fmt: ScaledFormat | None, ndim: int) -> list[int]:
 def format_of_part(fmt: ScaledFormat, ndim: int) -> ScaledFormat:
     """A stored format without the channels along axes that vmap or scan removed from in front of the `ndim` left.
 
-    Each index of a removed axis had its own scales, so those that are left are the scales of this part alone.
+    Each index of a removed axis had its own scales, so the scales that are left are the scales of this part alone.
     """
     if isinstance(fmt.scale, ScaledFormat) and (inner := format_of_part(fmt.scale, ndim)) != fmt.scale:
         fmt = fmt(scale=inner)
@@ -258,7 +258,7 @@ def _index_entry(axis: int, entry: Any, n: int) -> Index:
         is_integer = not isinstance(entry, bool) and hasattr(entry, "__index__")
     if not is_integer:
         raise TypeError(f"index {entry!r} of a QArray must be an integer, a slice, or an array of integers")
-    if not isinstance(entry, Tracer):  # JAX would clamp what is out of range
+    if not isinstance(entry, Tracer):  # JAX would clamp an index out of range
         values = np.asarray(entry if isinstance(entry, jax.Array) else operator.index(entry))
         outside = values[(values < -n) | (values >= n)]
         if outside.size:

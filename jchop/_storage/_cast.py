@@ -30,9 +30,9 @@ from jchop.formats import ElementFormat, ScaledFormat
 def cast_qarray(q: QArray, to: Any) -> QArray:
     """A QArray with the same numbers under another spec.
 
-    The scale of a group is the largest that its numbers had before; or that times a power of two, so that the largest
-    number is near the largest element; or, for elements of up to 4 bits, the largest number over one of them. Numbers
-    of short formats are exact in binary64, in which both are compared.
+    The scale of a group is the largest that its numbers had before. Or it is that times a power of two, so that the
+    largest number is near the largest element. For elements of up to 4 bits it may be the largest number over one of
+    them. Numbers of short formats are exact in binary64, in which both are compared.
 
     Raises:
         TypeError: for traced arrays.

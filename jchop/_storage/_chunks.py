@@ -2,7 +2,7 @@
 
 A chunk has one index of each axis before the cut axis, a range of the cut axis, and all of the axes after it. So its
 elements are contiguous in C order, and so are its codes and scales. Axes in blocks are cut between blocks. If a scale
-is shared along the cut axis, the extremes of its group are prepended to each chunk, so that the rule includes them; all
+is shared along the cut axis, the extremes of its group are prepended to each chunk, so that the rule includes them. All
 rules but "mse" and "percentile" depend only on the extremes.
 
 `round_file` rounds a .npy file so, and `quantize_file` a safetensors file.
@@ -90,7 +90,7 @@ def plan_chunk_cut(shape: Sequence[int], itemsize: int, fmt: ScaledFormat | None
         and math.prod(shape)
         and (groupings.WHOLE_AXIS in kinds or fmt.scale_rule.tensor_scale)
     ):
-        return ChunkCut(0, shape[0], kinds, False)  # the ends of a chunk are not those of its kept numbers
+        return ChunkCut(0, shape[0], kinds, False)  # the ends of a chunk are not the ends of its kept numbers
     for axis, size in enumerate(shape):
         inner = math.prod(shape[axis + 1 :]) * itemsize
         unit = units[axis]
@@ -110,7 +110,7 @@ def plan_chunk_cut(shape: Sequence[int], itemsize: int, fmt: ScaledFormat | None
 
 
 def _cut_units(fmt: ScaledFormat | None, ndim: int) -> tuple[list[int], list[bool]]:
-    """For each axis: what the lengths of chunks along it are multiples of, and whether it cannot be cut at all."""
+    """For each axis: the number of which lengths of chunks are multiples, and whether it cannot be cut at all."""
     units, indivisible = groupings.unit_lengths(fmt, ndim), [False] * ndim
     units[-1] *= _CODES_IN_WHOLE_BYTES
     level: Any = fmt
@@ -156,7 +156,7 @@ class GroupExtremes:
     def of(
         cls, shape: Sequence[int], cut: ChunkCut, fmt: ScaledFormat | None, read: Callable[[Chunk], np.ndarray]
     ) -> Self | None:
-        """Those of an array whose chunks `read` gives; None if no group spans chunks."""
+        """The extremes of an array whose chunks `read` gives; None if no group spans chunks."""
         if fmt is None or not cut.needs_extremes:
             return None
         assert cut.axis is not None
@@ -201,7 +201,7 @@ class GroupExtremes:
 def quantize_chunk(
     x: np.ndarray, spec: Spec, key: Any, offset: Any, chunk: Chunk, extremes: GroupExtremes | None
 ) -> QArray:
-    """The codes of a chunk, as they are among those of the whole array.
+    """The codes of a chunk, equal to its codes in the whole array.
 
     If chunks share scales, these come from the chunk with the extremes prepended. A stochastic rounding then has its
     draws in place: without the extremes.
@@ -391,7 +391,7 @@ _NUMBER_CLASSES = {"finite": np.isfinite, "inf": np.isinf, "nan": np.isnan}
 
 
 def fates_of(exact: np.ndarray, result: np.ndarray) -> Counter[str]:
-    """How many elements are not finite before or after, by what became of them.
+    """How many elements are not finite before or after the rounding, by kind of change.
 
     Example:
         >>> dict(fates_of(np.array([np.nan, np.inf, -np.inf, 1.0]), np.array([7.0, np.inf, -np.inf, 1.0])))

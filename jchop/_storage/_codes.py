@@ -46,8 +46,8 @@ def native_dtype(fmt: formats.ElementFormat) -> np.dtype | None:
 def code_dtype(fmt: formats.ElementFormat) -> np.dtype:
     """The dtype of stored codes.
 
-    The dtype of the same values if there is one (the floats above; int8 and uint8 for 8-bit integers and fixed point),
-    uint16 for other codes of 9 to 16 bits, else uint8: codes of 8 bits, or packed codes of fewer.
+    The dtype of the same values if there is one: the floats above, int8 and uint8 for 8-bit integers and fixed point.
+    Else uint16 for codes of 9 to 16 bits, and uint8 for codes of 8 bits, or packed codes of fewer.
 
     Raises:
         ValueError: for codes that are too wide.
@@ -84,7 +84,7 @@ def check_code_dtype(codes: Codes, fmt: formats.ElementFormat) -> None:
     """Refuses numbers in the place of codes, as arithmetic on the leaves of a QArray makes them.
 
     Raises:
-        ValueError: for a dtype of another size than that of codes.
+        ValueError: for a dtype of another size than the dtype of codes.
     """
     own = code_dtype(fmt)
     if codes.dtype == jax.dtypes.float0:
@@ -294,7 +294,7 @@ def _scale_parts(scale: Scale) -> tuple[Any, ...]:
 def decode_qarray(
     form: QArrayForm, qvalue: Array, scale: Scale, zero_point: Array | None, places: Array | None = None
 ) -> Array:
-    """The stored numbers, in the carrier ``form.dtype``; those without a place are 0."""
+    """The stored numbers, in the carrier ``form.dtype``; numbers without a place are 0."""
     if places is None:
         return _decode_dense(form, qvalue, scale, zero_point)
     assert form.spec.scaled is not None and form.size is not None
@@ -345,7 +345,7 @@ def _decode_jvp(form: QArrayForm, primals: tuple, tangents: tuple) -> tuple[Arra
 
 
 def _scale_with_one(which: int, part: int, value: Array) -> Array:
-    """A part of the scales: 1 if it is the chosen one; 0 for the other summand of scales s e + z (parts 1 and 2)."""
+    """A part of the scales: 1 if it is chosen, 0 for the other summand of scales s e + z (parts 1 and 2)."""
     if part == which:
         return jnp.ones_like(value)
     return jnp.zeros_like(value) if part and which else value
@@ -410,7 +410,7 @@ def _range_end_codes(fmt: formats.ElementFormat) -> tuple[np.ndarray, np.ndarray
 
 
 def codes_at_ends(q: Any) -> np.ndarray | None:
-    """Whether each code of a `QArray` is that of the largest or the lowest value of its format, or an infinity.
+    """Whether each code of a `QArray` is the code of the largest or the lowest value of its format, or of an infinity.
 
     None if the codes have more than 16 bits.
     """
@@ -426,8 +426,8 @@ def _sparse_mask(q: Any) -> Any:
 def clip_mask(q: Any, x: np.ndarray) -> np.ndarray | None:
     """Whether each number of `x` lay so far beyond the range of its code that a longer range would have kept it better.
 
-    That is: it is stored as the largest or the lowest value, and lies beyond it by more than half the distance to the
-    value next to it. None if the codes have more than 16 bits.
+    It is stored as the largest or the lowest value, and exceeds it by more than half the distance to the value next
+    to it. None if the codes have more than 16 bits.
 
     Args:
         q: a `QArray`.

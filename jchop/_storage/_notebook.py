@@ -1,4 +1,4 @@
-"""What a `QArray` shows of itself in a notebook: facts, a heat map of its numbers, a histogram of its scales.
+"""The view of a `QArray` in a notebook: facts, a heat map of its numbers, a histogram of its scales.
 
 Codes are never shown: packed bytes look like data, and mean nothing without their scales.
 """

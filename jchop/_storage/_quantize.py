@@ -208,7 +208,7 @@ def dequantize(q: Any, dtype: Any = None, *, add_to: Any = None) -> Any:
 def requantize(q: Any, x: Any, key: Array | None = None) -> Any:
     """Other numbers packed like an array: under its spec, with scales of the same groups.
 
-    Leading axes that vmap or scan added have scales of their own, so each array of such a stack is packed by itself.
+    Leading axes that vmap or scan added have scales of their own, so each array of a stack is packed by itself.
 
     Args:
         q: a QArray, or a parameter that is stored in another shape.
@@ -473,8 +473,8 @@ def fit_half_quadratic(
     """Zero points that minimize the p-th powers of the errors, p < 1, in which outliers have little weight (HQQ).
 
     The scales come from `fit_scale`. Each iteration updates sparse errors E, which are subtracted from x, and then the
-    zero points: ``E = sign(r) max(abs(r) - abs(r)^(p - 1) / b, 0)`` for the errors r = x - s e - z, and z is the mean
-    of x - E - s e of a group; b grows with each iteration. The search ends when the mean of the absolute errors no
+    zero points. With r = x - s e - z they are ``E = sign(r) max(abs(r) - abs(r)^(p - 1) / b, 0)``. Then z is the mean
+    of x - E - s e of a group. The number b grows with each iteration. The search ends when the mean absolute error no
     longer falls, and returns the best zero points. Sums and powers are computed in the device's float32 (float64 for
     float64 data), so the last bits may differ between devices. `quantize` with given zero points is the same on all
     devices.

@@ -28,8 +28,8 @@ def to_qwix(q: QArray) -> Any:
     """Converts to a ``qwix.QArray`` of the same codes and scales, with one element of a native dtype for each code.
 
     Its scales are numbers of ``q.dtype``, or of a wider dtype if their format needs one. qwix multiplies and returns in
-    that dtype. The scale of a group and that of the tensor, as in nvfp4, become their product in float32, rounded once:
-    then the numbers of qwix may differ by two units of the last place. Needs the extra ``qwix``.
+    that dtype. The scales of a group and of the tensor, as in nvfp4, become their product in float32, rounded once.
+    The numbers of qwix may then differ by two units of the last place. Needs the extra ``qwix``.
 
     Args:
         q: integers of at most 8 bits, 8-bit floats with a JAX dtype, float4_e2m1fn or NF4. It has one scale for each

@@ -148,7 +148,7 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Any:
         factor_names = {name: f"{name}.{_FACTORS}" for name in shapes if f"{name}.{_FACTORS}" in file.entries}
         owners |= {*factor_names.values()}
         keys = _random_keys_in(file, owners)
-        # Without a record of shapes the names are those of the parts of parameters.
+        # Without a record of shapes the names are the names of the parts of parameters.
         packed_types = QArray | StoredAs if shapes else QArray
         like_leaves = {} if like is None else {name: leaf for name, _, leaf in leaves_by_name(like_tree, packed_types)}
         for name in (name for name, leaf in like_leaves.items() if _is_random_key(leaf) and name in file.entries):
@@ -420,7 +420,7 @@ def _is_random_key(leaf: Any) -> bool:
 
 
 def leaves_by_name(tree: Any, kinds: Any = QArray) -> list[tuple[str, tuple[Any, ...], Any]]:
-    """The name, path and value of each leaf; what is of these classes is a leaf."""
+    """The name, path and value of each leaf; an object of these classes is a leaf."""
     refuse_qarray_dicts("tree", tree)
     leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, kinds))[0]
     if tree is None or (leaves and not leaves[0][0]):

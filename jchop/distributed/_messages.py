@@ -88,7 +88,7 @@ def as_rank_axes(axis_name: AxisName) -> RankAxes:
 
 
 def _in_vmap(axes: RankAxes) -> bool:
-    """Whether some axes are those of `jax.vmap`, whose collectives take one axis at a time."""
+    """Whether some axes are axes of `jax.vmap`, whose collectives take one axis at a time."""
     return not set(axes.names) <= set(jax.sharding.get_abstract_mesh().axis_names)
 
 
@@ -196,7 +196,7 @@ def _move_as_bits(leaf: Array, function: Callable[[Array], Array]) -> Array:
 def send_messages(
     messages: Array, spec: Spec, key: Array | None, indexes: Any, move: Callable[[Array], Array], dtype: Any = None
 ) -> Array:
-    """The numbers that arrive in `dtype` (that of the messages), if codes are moved by `move`."""
+    """The numbers that arrive, if `move` moves their codes, in `dtype`. Default: the dtype of the messages."""
     q = move_leaves(encode_messages(messages, spec, key, indexes), move)
     return decode_messages(q, messages.dtype if dtype is None else dtype)
 
@@ -297,7 +297,7 @@ def stages_of(algorithm: Any, axes: RankAxes) -> tuple[RankAxes, ...] | None:
     """The axes of each exchange of a sum; None for the ring.
 
     Raises:
-        ValueError: for another algorithm, or axes that are not those of the hierarchy.
+        ValueError: for another algorithm, or axes that differ from the axes of the hierarchy.
     """
     if isinstance(algorithm, Hierarchical):
         if {algorithm.inner, algorithm.outer} != set(axes.names):
@@ -348,7 +348,7 @@ def reduce_scatter(wire: Wire, pieces: Array, key: Array | None) -> Array:
 
 
 def _exchange_and_sum(wire: Wire, stages: tuple[RankAxes, ...], pieces: Array, key: Array | None) -> Array:
-    """Exchanges of codes along one stage after the other, each followed by a sum of what arrived."""
+    """Exchanges of codes along one stage after the other, each followed by a sum of the codes that arrived."""
     axes, shape = wire.axes, pieces.shape[1:]
     sum_dtype = operation_carrier(pieces.dtype).name
     # One axis of pieces for each stage that is left, in the order of the mesh axes.
@@ -440,7 +440,7 @@ def quantizes_vectors(spec: Spec) -> bool:
 
 
 def _formats_of_groups(spec: Spec) -> list[ScaledFormat]:
-    """The scaled format, that of its scales, and so on."""
+    """The scaled format, the scaled format of its scales, and so on."""
     formats = []
     part: Any = spec.scaled
     while isinstance(part, ScaledFormat):
@@ -575,7 +575,7 @@ def map_buckets(x: Any, key: Array | None, function: Callable[[Array, Array | No
         x: the tree.
         key: the key; the number of the vector is folded in.
         function: has a vector and gives one of the same length.
-        bucket: leaves of fewer elements are joined. None: leaves keep their shapes; those without elements stay.
+        bucket: leaves of fewer elements are joined. None: leaves keep their shapes; leaves without elements stay.
     """
     if bucket is None:
         return map_leaves(x, key, lambda leaf, k: function(leaf, k) if leaf.size else leaf)

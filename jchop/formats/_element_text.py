@@ -189,7 +189,7 @@ def unknown_format_error(text: str, more: Iterable[str] = ()) -> ValueError:
     else:
         names = [*CATALOGUE, *ALIASES, *more, *_examples_like(stem)]
         head = stem.partition("_")[0]
-        # What others call fp8_e4m3 and mxfp4_e2m1 is float8_e4m3 and mxfp4 here.
+        # The names fp8_e4m3 and mxfp4_e2m1 of others are float8_e4m3 and mxfp4 here.
         ours = head if head in names else re.sub("^fp", "float", stem)
         hint = close_names_hint(ours, names) or close_names_hint(stem, names) or _NO_NAME_IS_CLOSE
     return ValueError(f"format text {quote(text)} is not known{hint}")

@@ -176,8 +176,8 @@ class PositFormat(StringFormat):
 class TakumFormat(StringFormat):
     """A linear takum (L. Hunhold, arXiv 2404.18603 and 2412.20273; libtakum).
 
-    After the sign a code has a bit D, three bits R, r bits C, and the fraction f. r is R if D is 1 and 7 - R if it is
-    0. Bits beyond the end of the string are 0. The exponent is c = 2^r - 1 + C if D is 1, and C + 1 - 2^(r+1) if it is
+    After the sign a code has a bit D, three bits R, r bits C, and the fraction f. Here r is R if D is 1, else
+    7 - R. Bits beyond the end are 0. The exponent is c = 2^r - 1 + C if D is 1, and C + 1 - 2^(r+1) if it is
     0; the value is (1 + f) 2^c. From 12 bits on every width has the range 2^-255 to 2^255, so the carrier is float64.
 
     Args:

@@ -1,7 +1,7 @@
 """Rounding modes and overflow rules.
 
-Throughout, x is the exact real input, lo <= |x| <= hi its two neighbours in the format F extended upward without an
-exponent limit, q = hi - lo, and nu = (|x| - lo) / q the discarded fraction. R is a uniform integer of N random bits.
+Throughout, x is the exact real input, and lo <= |x| <= hi its neighbours in the format F without an upper exponent
+limit. The discarded fraction is nu = (|x| - lo) / q, with q = hi - lo. R is a uniform integer of N random bits.
 """
 
 from __future__ import annotations

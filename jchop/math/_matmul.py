@@ -50,8 +50,8 @@ def matmul(a: Any, b: Any, spec: SumSpecLike, key: Key = None, *, impl: Impl = "
     is exact in the carrier. Otherwise it depends on the additions of the device. For the errors of the orders see N. J.
     Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., chapters 3 and 4.
 
-    The arithmetic is emulated in a carrier: float32, or float64 if `a` and `b` are float64. 16-bit operands are widened
-    to float32, and the result is cast to their dtype. If ``spec.accumulate`` is None, the sums are formed in the
+    The arithmetic is emulated in a carrier: float32, or float64 if `a` and `b` are float64. Operands with 16 bits are
+    widened to float32, and the result is cast to their dtype. If ``spec.accumulate`` is None, sums are formed in the
     carrier, in the given order, **not** in a 16-bit dtype. The result is rounded to that dtype at the end, as in
     `jax.numpy.matmul`. Products of a fused multiply-add or of a matrix unit are not rounded.
 
@@ -65,13 +65,13 @@ def matmul(a: Any, b: Any, spec: SumSpecLike, key: Key = None, *, impl: Impl = "
         spec: a `jchop.MatmulSpec`: the roundings and the order of the sums. A `jchop.Spec`, a format or text applies to
             the operands, every product and every sum, in sequential order.
         key: a typed key (`jax.random.key`), required if any rounding of `spec` is stochastic. It is split into four,
-            for the elements of `a`, the elements of `b`, the products and the sums. The word of a product or sum has
-            the index ``step 2^32 + o`` in the stream, with o the flat (C order) index of the output element. The step
+            for the elements of `a`, the elements of `b`, the products and the sums. The word of a product or sum of the
+            output element with the flat (C order) index o has the index ``step 2^32 + o`` in the stream. The step
             is k for the product a_k b_k and for its sequential addition, also in a block. It is K + j for the addition
             of block j to the total (j in ``matrix_unit`` order). In pairwise order it is the first index of the right
             part. So the bits do not depend on tiling, device or sharding. Inside `jax.shard_map` each shard counts its
             own elements and needs a different key (`jax.random.fold_in`).
-        impl: ``"auto"`` (default) for the faster program, ``"xla"`` for the portable body, ``"pallas"`` for the TPU's
+        impl: ``"auto"`` (default) for the faster program, ``"xla"`` for the portable body. ``"pallas"`` for the TPU's
             or GPU's kernel, with an error if it cannot run.
         trace: for the accumulator after each step in place of the product, as a testbench compares it. Default False.
 
@@ -219,7 +219,7 @@ def _batch_product_jvp(spec: MatmulSpec, impl: str, dtype: Any, primals: tuple, 
 
 
 def _sum_of_products(*factors: tuple[Any, Any]) -> Array | None:
-    """The sum of the carrier's products at full precision, without those of a zero; None if none is left."""
+    """The sum of the carrier's products at full precision, without products of a zero; None if none is left."""
     terms = [
         jnp.matmul(left, right, precision=lax.Precision.HIGHEST)
         for left, right in factors
@@ -285,7 +285,7 @@ def matmul_double(a: Any, b: Any, *, tolerance: float = 2.0**-53) -> Any:
     Args:
         a: the left factor, of shape (..., m, k), or (k,) as in `jax.numpy.matmul`. Either a float64 array, or integers
             or lists that become one. Or, for devices without float64, a pair (high, low) of float32 arrays of one
-            shape, which stands for high + low. abs(low) is at most half a unit in the last place of high.
+            shape, which stands for high + low. The magnitude of low is at most half a unit in the last place of high.
         b: the right factor, of the same kind, of shape (..., k, n) or (k,). The leading axes broadcast.
         tolerance: the first term of the error over k m_a m_b, from 4.6e-19 to 1. The number of slices is the least that
             reaches it: 8 for the default 2^-53, 4 for 2e-8. The work grows as its square.
@@ -387,7 +387,7 @@ def _product_by_slices_jvp(count: int, primals: tuple, tangents: tuple) -> tuple
 
 
 def _with_infinities_and_nan(total: tuple[Array, ...], a: Array, b: Array) -> tuple[Array, ...]:
-    """The results, with the infinities and NaN that those of the factors give: terms are counted, by integers too."""
+    """The results, with the infinities and NaN that the factors' ones give: terms are counted, by integers too."""
     (a_sign, a_inf, a_nan, a_zero), (b_sign, b_inf, b_nan, b_zero) = map(_sign_inf_nan_zero, (a, b))
     finite = a_sign * (1 - abs(a_inf))  # so that inf times inf is one term
     zeros, ones = jnp.zeros_like(a_sign), jnp.ones_like(a_sign)
@@ -397,7 +397,7 @@ def _with_infinities_and_nan(total: tuple[Array, ...], a: Array, b: Array) -> tu
     columns = jnp.stack([jnp.concatenate(parts, -1) for parts in left], -3)
     rows = jnp.stack([jnp.concatenate(parts, -2) for parts in right], -3)
     counts = _int8_matmul(columns, rows)
-    # The infinite terms, of which those of unlike signs cancel; their number; the number of terms that are NaN.
+    # The infinite terms, of which terms of unlike signs cancel; their number; the number of terms that are NaN.
     infinity_signs, infinite_terms, nan_terms = (counts[..., i, :, :] for i in range(3))
     special = jnp.where(infinity_signs < 0, -jnp.inf, jnp.inf).astype(total[0].dtype)
     special = jnp.where((nan_terms > 0) | (abs(infinity_signs) != infinite_terms), jnp.nan, special)

@@ -225,9 +225,9 @@ def norm(
 def softmax(x: Any, spec: SumSpecLike, key: Key = None, *, axis: AxisArgument = -1, where: Any = None) -> Any:
     """e^x / Σ e^x along an axis, as `jax.nn.softmax`, every operation rounded.
 
-    Let m be the largest element, which is exact. d_k = x_k - m and e_k = e^(d_k) are rounded to ``spec.operands``, e_k
-    as in `jchop.math.exp`. s = Σ e_k is summed as in `jchop.math.sum`, in the order of `spec`. Then e_k / s is rounded
-    to ``spec.accumulate``.
+    Let m be the largest element, which is exact. Then d_k = x_k - m and e_k = e^(d_k) are rounded to
+    ``spec.operands``, e_k as in `jchop.math.exp`. The sum s = Σ e_k is as in `jchop.math.sum`, in the order of `spec`.
+    Then e_k / s is rounded to ``spec.accumulate``.
 
     Args:
         x: float16, bfloat16, float32 or float64, any shape; it is rounded to ``spec.operands`` first.
@@ -257,9 +257,9 @@ def logsumexp(
 ) -> Any:
     """The logarithm of Σ e^x along axes, as `jax.nn.logsumexp`, every operation rounded.
 
-    Let m be the largest element, or 0 if that is not finite. d_k = x_k - m and e_k = e^(d_k) are rounded to
-    ``spec.operands``. s = Σ e_k is summed as in `jchop.math.sum`. log(s), as in `jchop.math.log`, and log(s) + m are
-    rounded to ``spec.accumulate``.
+    Let m be the largest element, or 0 if that is not finite. Then d_k = x_k - m and e_k = e^(d_k) are rounded to
+    ``spec.operands``. The sum s = Σ e_k is as in `jchop.math.sum`. Both log(s), as in `jchop.math.log`, and log(s) + m
+    are rounded to ``spec.accumulate``.
 
     Args:
         x: float16, bfloat16, float32 or float64, any shape; it is rounded to ``spec.operands`` first.

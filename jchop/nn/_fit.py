@@ -168,9 +168,9 @@ def fold_batch_norms(model: M, pairs: Mapping[str, str]) -> M:
 
     Args:
         model: a module of Flax NNX; it is not changed.
-        pairs: maps the path of a Linear, Conv or ConvTranspose to the path of the batch norm that reads its result,
-            alone and unchanged: ``{"blocks/0/conv": "blocks/0/norm"}``. The caller must know this, because a module
-            does not expose the order of its calls.
+        pairs: maps the path of a Linear, Conv or ConvTranspose to the path of the batch norm that reads its result.
+            Nothing else reads or changes the result: ``{"blocks/0/conv": "blocks/0/norm"}``. The caller must know this,
+            because a module does not expose the order of its calls.
 
     Returns:
         The new model. Arrays that did not change are shared with the given one.

@@ -291,7 +291,7 @@ def lora_mask(model: Any) -> Any:
 def _adaptable(
     model: Any, inputs: ExampleInputs | None = None, fun: Any = None, rngs: nnx.Rngs | None = None, key: Any = None
 ) -> AdaptableModel:
-    """A model of any library with what its adapters need."""
+    """A model of any library with the data that its adapters need."""
     is_nnx, is_equinox = isinstance(model, nnx.Module), is_equinox_module(model)
     if fun is not None and (is_nnx or is_equinox):
         raise TypeError("fun is for parameters of a function; a module of Flax NNX or Equinox has methods")

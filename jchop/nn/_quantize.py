@@ -105,7 +105,7 @@ def quantize(
         inputs: example arguments of the model's call, ``(x,)`` or by name ``{"x": x, "cache": cache}``. Or of several
             methods, ``{"decode": (x, step), "encode": {"x": x}}``. Arrays or `jax.ShapeDtypeStruct`. With them the
             program is quantized. Parameters that no call reaches stay as they are. Default None: the first batch.
-        call: a function of the model, and of `inputs` or of a batch, that is run in place of the model's call:
+        call: a function of the model, and of `inputs` or of a batch. It is run in place of the model's call:
             ``lambda m, *batch: m.decode(*batch)``. For a module of Equinox whose call is for one example,
             ``lambda m, x: jax.vmap(m)(x)``. Default None.
         batches: data, for the modes ``"ptq"`` and ``"weight_only"``: the arguments of each call, tuples, or the only
@@ -190,7 +190,7 @@ def quantize(
         if any(rule.scale_from is not None for rule in all_rules) or not _pack_plain_layers(result, decisions, rngs):
             _refuse_to_pack(custom)
         check_norm_wrappers(result)
-        mode = "qat"  # what is left is rounded in each call
+        mode = "qat"  # other parameters are rounded in each call
     if batches is not None and any(
         getattr(step, "field", "") == "biases" for step in (steps if isinstance(steps, Sequence) else (steps,))
     ):

@@ -49,7 +49,7 @@ class LayerRow:
         rule: its rule as text; empty if no rule matches.
         specs: the fields of the rule that apply to it; empty if it rounds nothing.
         bytes_before: bytes of its own parameters.
-        bytes_after: bytes of its own parameters, with those that the rule rounds stored packed.
+        bytes_after: bytes of its own parameters, if all that the rule rounds are stored packed.
         supported: whether the layer can be quantized.
         also: its other paths. Rules match all of them, and its bytes count once.
         wide: (path, shape, reason) of each of its own parameters that stays in full precision.
@@ -96,7 +96,7 @@ class ModelReport(RowReport):
 
     @property
     def bytes_after(self) -> int:
-        """Bytes of all parameters, with those that rules round stored packed."""
+        """Bytes of all parameters, if all that rules round are stored packed."""
         return sum(row.bytes_after for row in self.rows)
 
     @property
@@ -150,7 +150,7 @@ def why_wide(layer: str, quantizable: bool, rule: Rule | None, role: str | None,
         quantizable: whether the class can be quantized.
         rule: the rule of the layer.
         role: the field of a rule for the parameter; None if there is none.
-        effective: what the rule rounds in this layer.
+        effective: the rule with the roundings that it does in this layer.
     """
     if rule is None:
         return "no rule matches"
@@ -309,7 +309,7 @@ class LayerCall:
         method: the name of the method: ``"attend"`` of an Embed, else ``"__call__"``.
         args: its arguments.
         kwargs: its arguments by keyword.
-        result: what it gave.
+        result: its result.
     """
 
     path: str
@@ -319,7 +319,7 @@ class LayerCall:
     result: Any
 
     def of(self, layers: Mapping[str, Any]) -> Any:
-        """What another layer gives for the same call; `layers` has it by its path."""
+        """The result of another layer for the same call; `layers` has it by its path."""
         return getattr(layers[self.path], self.method)(*self.args, **self.kwargs)
 
 
@@ -335,10 +335,10 @@ def weight_ratio(module: Any, kind: NnxKind, rule: Rule | None) -> float:
 
 
 def watch_layer_calls(model: nnx.Module, paths: Iterable[str], see: Callable[[LayerCall], Any]) -> tuple[Any, set[str]]:
-    """A copy of a model, whose layers return what `see` says of their calls, and the layers whose calls cannot be seen.
+    """A copy of a model, whose layers return `see` of each call, and the layers whose calls cannot be seen.
 
-    Those are called within a transformation of JAX, which hands out no arrays, or are stacks, called layer by layer.
-    They are added in calls of the copy.
+    These layers are called within a transformation of JAX, which hands out no arrays, or are stacks, called layer by
+    layer. They are added in calls of the copy.
 
     Args:
         model: a model, which is not changed.
@@ -365,7 +365,7 @@ def watch_layer_calls(model: nnx.Module, paths: Iterable[str], see: Callable[[La
 def record_layer_calls(
     model: nnx.Module, run: Callable[[Any], Any], paths: Iterable[str], probes: Sequence[Array] | None = None
 ) -> tuple[Any, list[LayerCall], set[str]]:
-    """What `run` gives for a copy of the model, the calls of its layers, and the layers whose calls cannot be kept.
+    """The result of `run` for a copy of the model, the calls of its layers, and the layers whose calls cannot be kept.
 
     Args:
         model: a model, which is not changed.
@@ -384,7 +384,7 @@ def record_layer_calls(
 
 
 def _record_calls_of(module: Any, path: str, record_call: Callable[[LayerCall], Any]) -> None:
-    """Has a layer note its calls, and return what `record_call` gives."""
+    """Has a layer note its calls, and return the result of `record_call`."""
     base = type(module)
 
     def record_method(method: str) -> Any:
@@ -402,8 +402,8 @@ def layer_ratios(
 ) -> dict[str, tuple[float, float, float]]:
     """10 log10(Σ x² / Σ (x - z)²) in dB of the tensors x of layers and the rounded ones z, by path; infinite if exact.
 
-    These are the weights of a layer, its results with its inputs alone rounded, and its results with all its roundings
-    on the inputs that it has in the model without rules. The last two are nan if its calls cannot be kept.
+    These are the weights of a layer, its results with its inputs alone rounded, and its results with all its roundings.
+    Its inputs are the ones in the model without rules. The last two are nan if its calls cannot be kept.
 
     Args:
         model: a module that is not quantized.

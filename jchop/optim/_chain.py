@@ -226,8 +226,8 @@ def compensate(
         `key`.
 
     Raises:
-        ValueError: for a stochastic spec without a key, or `bits` with another spec or with `compensation`; and when
-            traced, without parameters, or for parameters of a dtype that cannot hold the results.
+        ValueError: for a stochastic spec without a key, or `bits` with another spec or with `compensation`. When
+            traced, also without parameters, or for parameters of a dtype that cannot hold the results.
 
     References:
         Kahan, Communications of the ACM 8 (1965) 40; Zamirai et al., arXiv 2010.06192, algorithm 3. For the byte:
@@ -534,7 +534,7 @@ def averaged_params(state: Any, params: Any) -> Any:
 
 # -- n of every m ------------------------------------------------------------------------------------------------------
 
-#: Without decay the loss of a least squares problem grows beyond that of pruning once; 0.02 was better than 0.002,
+#: Without decay the loss of a least squares problem grows beyond the loss of pruning once; 0.02 was better than 0.002,
 #: 0.1 and 0.5, under SGD and Adam.
 _DEFAULT_MASK_DECAY = 0.02
 
@@ -545,8 +545,8 @@ class SparseState(NamedTuple):
     Args:
         steps: an int32 count of the steps.
         masks: which numbers of each parameter are not held at zero; a single True for one that is never pruned.
-        dense: the parameters before they are masked, in float32 at least, if masks are chosen again, else None; a
-            single 0 for one that is never pruned.
+        dense: the parameters before they are masked, in float32 at least, if masks are chosen again. Else None. A
+            single 0 stands for one that is never pruned.
     """
 
     steps: Array
@@ -562,7 +562,7 @@ def sparse_params(
     `jchop.sparsity.mask` chooses the masks, from the parameters after the update. By default they are chosen once, and
     stay. With `every`, the state keeps the dense parameters, to which all updates are added. Gradients are computed at
     the masked parameters, and reach the masked numbers, too (a straight-through estimator). So these can come back when
-    masks are chosen again. Parameters with fewer than two axes, and those that are not floating-point, are never
+    masks are chosen again. Parameters with fewer than two axes, or without floating-point numbers, are never
     pruned. To leave others out use `optax.masked`.
 
     Args:
@@ -703,9 +703,9 @@ class SkipState(NamedTuple):
 def skip_nonfinite(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Skips the steps of `inner` with a NaN or an infinity: parameters and the state of `inner` do not change.
 
-    It checks the gradients, and the updates and the new state of `inner`. (The square of a gradient of 1e20 overflows,
-    though the gradient does not.) `optax.apply_if_finite` checks only gradients, and stops skipping after some steps;
-    this transformation always skips. Ranks that exchange numbers in `inner` skip a step together.
+    It checks the gradients, and the updates and the new state of `inner`. The square of a gradient of 1e20 overflows,
+    though the gradient does not. `optax.apply_if_finite` checks only gradients, and stops skipping after some steps.
+    This transformation always skips. Ranks that exchange numbers in `inner` skip a step together.
 
     Args:
         inner: any Optax transformation.
@@ -871,8 +871,8 @@ def finite_leaves(tree: Any, in_memory: bool = False) -> list[Array]:
 def all_hold(conditions: Iterable[Array]) -> Array:
     """Whether all of some scalar conditions hold; a bool scalar.
 
-    It is computed once. XLA would else compute the conjunction again for each array that is selected by it: as many
-    conditions as a tree has leaves, for each leaf (`barriers_removed_before_fusion` in `_core/xla/cpu.py`).
+    It is computed once. XLA would else compute it again for each array that is selected by it. For each leaf it would
+    need as many conditions as a tree has leaves (`barriers_removed_before_fusion` in `_core/xla/cpu.py`).
     """
     scalars = list(conditions)
     return _all_scalars_true(*scalars) if len(scalars) > 1 else (scalars or [jnp.asarray(True)])[0]

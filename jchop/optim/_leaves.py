@@ -1,4 +1,4 @@
-"""What the transformations share: checks of arguments, keys for leaves, rounding of leaves, sums rounded once.
+"""Helpers that the transformations share: checks of arguments, keys for leaves, rounding of leaves, sums rounded once.
 
 Numbers may be traced, as by `optax.inject_hyperparams`; then their values are not checked.
 """
@@ -171,7 +171,7 @@ def map_with_keys(
     """The next step's key, and `function(key, leaf, ...)` for every leaf, each with a separate key.
 
     Raises:
-        TypeError, ValueError: that of `function`, after the path of the leaf.
+        TypeError, ValueError: as `function` raises it, after the path of the leaf.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     others = [structure.flatten_up_to(other) for other in rest]
@@ -214,8 +214,8 @@ def in_sum_dtype(p: Any) -> Array:
 def rounded_sum(key: Array | None, p: Any, u: Any, spec: Spec) -> Array:
     """The sum p + u rounded under `spec`, in the dtype of `p`.
 
-    The exact sum is rounded once. For scaled formats, codebooks, and formats as fine as the wider dtype of the two and
-    float32, the sum is first rounded to that dtype, as in an addition.
+    The exact sum is rounded once. Some formats first round the sum to the wider dtype of the two and float32, as in an
+    addition. They are scaled formats, codebooks, and formats as fine as this dtype.
 
     Raises:
         ValueError: if the dtype of `p` cannot hold the results.
@@ -250,10 +250,10 @@ def update_to_target(p: Any, target: Array, dtype: Any = None) -> Array:
     """The update u for which Optax's ``(p + u).astype(p.dtype)`` is `target`. `p.dtype` must hold the target.
 
     u is the difference t - p, rounded once. It is exact, and so is p + u, if t / 2 <= p <= 2 t (Sterbenz 1974). For `p`
-    of 16 bits and u of 32 bits the sum is always t: if |t| >= 2^-16 |p|, its error is less than 2^-6 of half a gap at
-    t; for smaller t, t and p are multiples of one power of two, and t - p is less than 2^24 times this power. If `p`
-    has the dtype of u, a step over many binades, or a change of sign, can miss t by a unit in its last place; then no u
-    of that dtype gives t.
+    of 16 bits and u of 32 bits the sum is always t. If |t| >= 2^-16 |p|, its error is below 2^-6 of half a gap at t.
+    For smaller t, t and p are multiples of one power of two, and t - p is less than 2^24 times this power. If `p` has
+    the dtype of u, steps over many binades or changes of sign can miss t by a unit in its last place. Then no u of
+    that dtype gives t.
 
     Args:
         p: the parameter.
@@ -279,7 +279,7 @@ def require_shapes(name: str, tree: Any, whose: str, like: Any) -> None:
     """Refuses arrays whose shapes differ from the arrays of another tree, because they would be broadcast.
 
     Raises:
-        ValueError: names the first such array, as `name`, and the other tree, as `whose`.
+        ValueError: names the first of these arrays, as `name`, and the other tree, as `whose`.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(like, is_leaf=lambda x: hasattr(x, "shape"))
     for (path, leaf), other in zip(leaves, structure.flatten_up_to(tree), strict=True):
@@ -298,7 +298,7 @@ def is_float_leaf(leaf: Any) -> bool:
 def owner_index(path: tuple[Any, ...], leaf: Any, owners: list[tuple[Any, Any]]) -> int | None:
     """The index of the owner of a leaf of a state, among leaves with their paths; None if it has none.
 
-    An owner has the shape of the leaf, and a path with which that of the leaf ends; of several, the longest.
+    An owner has the shape of the leaf, and its path is the end of the leaf's path; of several, the longest.
     """
     fitting = [
         (len(name), place)

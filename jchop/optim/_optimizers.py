@@ -26,7 +26,7 @@ from jchop.optim._state import pack_state, quantize_state
 _LINEAR4_WITHOUT_ZERO = ScaledFormat(CodebookFormat(tuple(i / 16 for i in range(1, 17))), 64, scale="bfloat16")
 _FLOAT8_WITHOUT_ZERO = ScaledFormat(FloatFormat(4, 4, infinities=False, nans="none", signed=False, zero=False), 256)
 
-#: What every preset refuses: numbers that make no sense in training, with which every step would be skipped.
+#: Arguments that every preset refuses: numbers that make no sense in training, with which every step would be skipped.
 #: They are below these bounds, and not below 0.
 _HYPERPARAMETER_BOUNDS = {
     **dict.fromkeys(("b1", "b2", "momentum", "beta", "adam_b1", "adam_b2"), 1.0),
@@ -34,7 +34,7 @@ _HYPERPARAMETER_BOUNDS = {
     **dict.fromkeys(("adam_learning_rate", "adam_weight_decay", "adam_eps_root"), math.inf),
 }
 _SCHEDULES = ("learning_rate", "weight_decay", "adam_learning_rate")
-#: What the documentation of a preset says of an argument.
+#: The documentation of an argument of a preset.
 _ARGUMENT_TEXTS = {
     "learning_rate": "a number or a schedule.",
     "b1": "decay of the first moment; of Lion, its weight in the update.",
@@ -64,15 +64,15 @@ def _packed(
 ) -> Callable[[Callable[[], None]], _PackedOptimizer]:
     """A preset: an optimizer of Optax inside `quantize_state`, by the name and documentation of the decorated function.
 
-    It takes the arguments of Optax, then those of `quantize_state`. Its docstring gets the sections on arguments before
-    its last ones.
+    It takes the arguments of Optax and of `quantize_state`, in this order. Its docstring gets sections on arguments
+    before its last ones.
 
     Args:
         optimizer: the function of Optax.
         formats: the format of each array of its state, by a pattern of its path there.
         wrap: of the packed transformation. Default: itself.
         whole: whether a step needs whole arrays, so that there are no chunks. Default False.
-        defaults: of arguments that differ from those of Optax.
+        defaults: of arguments that differ from Optax.
     """
     rules = PresetRules((pattern, as_spec(fmt, scaled=True)) for pattern, fmt in formats.items())
     own = [p for p in inspect.signature(quantize_state).parameters.values() if p.kind is p.KEYWORD_ONLY]
@@ -261,7 +261,7 @@ def adamw_split() -> None:
     a float32 master copy and float32 moments it needs 16. Parameters of other dtypes train without a byte. A step below
     2^-17 of its parameter has no effect.
 
-    The state is a pair: that of `quantize_state`, and that of `compensate`.
+    The state is a pair: the states of `quantize_state` and of `compensate`.
 
     References:
         FlashOptim, arXiv 2602.23349.

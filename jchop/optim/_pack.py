@@ -171,15 +171,15 @@ class Packing(NamedTuple):
     """The static data of a packed tree: numbers and text in tuples, which `flax.serialization` does not change.
 
     Args:
-        entries: for each packed leaf, its index among all leaves, its spec as text, the length of its last axis, its
-            dtype, and its shape if axes were joined, else None.
+        entries: for each packed leaf, its index among all leaves, its spec as text, and the length of its last axis.
+            Also its dtype, and its shape if axes were joined, else None.
     """
 
     entries: tuple[tuple[int, str, int | None, str, tuple[int, ...] | None], ...]
 
 
 class QuantizedState(NamedTuple):
-    """State of `quantize_state`: a tree of plain arrays, for programs that expect such trees; `inner_state` reads it.
+    """State of `quantize_state`: a tree of plain arrays, for programs that expect them; `inner_state` reads it.
 
     Codes have the shape of their array, with fewer entries along one axis if several fill a byte. So the sharding of an
     array is one of its codes.
@@ -257,13 +257,13 @@ def _shape_before_rows(leaf: QArray | PackedRows) -> tuple[int, ...] | None:
 
 
 def rows_sharding(leaf: QArray | PackedRows, sharding: NamedSharding) -> NamedSharding:
-    """The sharding of the rows of a packed leaf, from that of its array."""
+    """The sharding of the rows of a packed leaf, from the sharding of its array."""
     spec = entries_after_reshape(tuple(sharding.spec), parts_of_axes(sharding), leaf.shape, leaf_codes(leaf).shape)
     return sharding.update(spec=jax.P(*spec))
 
 
 def _array_codes_shape(shape: tuple[int, ...], rows: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape in which codes of rows are kept: that of the array, with fewer entries along the last axis that can."""
+    """The shape in which codes of rows are kept: the array's, with fewer entries along the last axis that can."""
     size, count = math.prod(shape), math.prod(rows)
     for axis in reversed(range(len(shape))):
         if size and shape[axis] * count % size == 0:

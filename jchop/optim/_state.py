@@ -43,7 +43,7 @@ class Chunks:
     Args:
         count: of chunks.
         update_is_cut: for each leaf of the updates, whether it is cut.
-        owners: for each leaf of the state (a packed array is one leaf), the index of its leaf of the updates; None if
+        owners: for each leaf of the state (a packed array is one leaf), the index of its leaf of the updates. None if
             it has none.
     """
 
@@ -91,8 +91,8 @@ def plan_chunks(updates: Any, state: Any, count: int) -> Chunks | None:
     """The leaves that can be cut into `count` chunks; None if there are none.
 
     The leaves of the state that belong to a leaf of the updates have its shape, and a path that ends with its path. The
-    leaf is cut if the first axes of all their stored arrays, and its own, are multiples of `count`, and at least one of
-    them is packed.
+    leaf is cut if the first axes of all their stored arrays, and its own, are multiples of `count`. At least one of
+    them must be packed.
 
     Args:
         updates: a pytree of arrays.

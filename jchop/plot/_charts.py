@@ -55,7 +55,7 @@ def format_label(fmt: ElementFormat) -> str:
 
 
 def draw_at_edge(axes: Axes, x: Any, edge: float, text: str, colour: str) -> None:
-    """Crosses for values that have no place on the axis, at the upper or lower edge, with what they are."""
+    """Crosses for values that have no place on the axis, at the upper or lower edge, with `text` beside them."""
     low, _ = axes.get_ylim()
     axes.scatter(x, np.full(len(x), edge), color=colour, marker="X", s=36, zorder=2, clip_on=False)
     if len(x):
@@ -86,7 +86,7 @@ def draw_legend(axes: Axes) -> None:
 
 
 def draw_frame(axes: Axes, *hidden: str, grid: bool = True) -> None:
-    """No lines at the top, the right and other sides; a pale grid below what is drawn."""
+    """No lines at the top, the right and other sides; a pale grid below the drawing."""
     axes.spines[["top", "right", *hidden]].set_visible(False)
     if grid:
         axes.grid(color="#e5e5e5", linewidth=0.7)

@@ -26,7 +26,7 @@ def draw_report(seen: Report, title: str) -> Figure:
     """The operations of an emulated program as bars: errors, overflows and underflows.
 
     There is one group of bars for each row of the report, in program order, with its file and line. The left side
-    shows, logarithmically, the largest relative error of one operation and of the program so far; an operation without
+    shows, logarithmically, the largest relative error of one operation and of the program so far. An operation without
     an error has no bar. An operation without finite results has a hatched bar of full length. The right side shows the
     numbers of results that overflowed, became zero, are infinite and are NaN.
     """
@@ -76,7 +76,7 @@ def draw_blame(seen: Blame, title: str) -> Figure:
     """The parts of an error as bars, with their signs, and a line for each turn of loops.
 
     There is one bar for each row, the largest first; the rest is one bar. If a row has turns, a second panel shows the
-    sum of the contributions up to each turn, for the rows with turns among those drawn.
+    sum of the contributions up to each turn, for the drawn rows with turns.
     """
     rows, most = sorted(seen.rows, key=lambda row: -abs(row.contribution)), _MOST_BLAME_BARS
     check(rows, "a picture needs rows: a program without roundings has none")
@@ -151,8 +151,8 @@ def _draw_front(axes: Axes, tuning: Any) -> None:
 def draw_calibration(seen: Any, title: str) -> Figure:
     """The weights of a calibration as bars: signal-to-noise ratio in dB of their products on the data.
 
-    There are two bars for each weight whose product was looked at, in the order of the report: with each element
-    rounded to nearest by itself, and as it was rounded. A product without an error has no bar, and the word "exact".
+    There are two bars for each weight whose product was looked at, in the order of the report. One has each element
+    rounded to nearest by itself, one is as it was rounded. A product without an error has no bar, and the word "exact".
     """
     rows = [row for row in seen.weights if not math.isnan(row.before)]
     check(rows, "the report has no weight whose product was looked at")

@@ -60,8 +60,8 @@ class BiasSite:
 def find_biases(program: Any, sites: WeightSites) -> tuple[dict[int, BiasSite], dict[int, str]]:
     """The bias of each weight whose inputs are looked at, and of the other weights why there is none.
 
-    A product is followed to the first sum with a parameter: through steps that only move its numbers, and through sums
-    with data that have no other use.
+    A product is followed to the first sum with a parameter. Steps between may only move its numbers, or be sums with
+    data that have no other use.
     """
     search = _BiasSearch(sites)
     interpret(search, program.plan, None, [()] * len(program.plan.jaxpr.invars))

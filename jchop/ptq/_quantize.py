@@ -1,4 +1,4 @@
-"""`pack_with_data`: the parameters of a function packed, rounded by what data show of the inputs of its products."""
+"""`pack_with_data`: packs the parameters of a function, rounded by statistics of the inputs of its products."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ class _CalibrationJob:
         self.rows.append(self._with_mapping(leaf, turn, row))
 
     def _with_mapping(self, leaf: int, turn: tuple[int, ...], row: WeightRow) -> WeightRow:
-        """A row with the errors before the parameters were mapped, and with what was done."""
+        """A row with the errors before the parameters were mapped, and with the steps of the mapping."""
         record = self.mapping_record
         energy, before = record.before.get((leaf, turn), (0.0, 0.0))
         methods = ", ".join([*record.methods.get(leaf, ()), *([] if row.method == "nearest" else [row.method])])
@@ -347,7 +347,7 @@ class _CalibrationJob:
         return self.program.paths[leaf] + (f"[{','.join(map(str, turn))}]" if turn else "")
 
     def _add_other_rows(self) -> None:
-        """Rows of other uses, of what is rounded by itself, and of weights that no rule rounds."""
+        """Rows of other uses, of values that are rounded by themselves, and of weights that no rule rounds."""
         self._add_use_rows()
         for leaf, indexes, use in self.other_layers:
             row = self._row(leaf, indexes, note=_USES_WITHOUT_PRODUCT.get(use, _NO_INPUT))
@@ -418,7 +418,7 @@ def _check_step_formats(
 
 
 def _sparse_along_sum(shape: Sequence[int], placement: WeightLayout, use: ParamUse) -> bool:
-    """Whether the numbers that a format with `sparse` counts together are those of consecutive inputs."""
+    """Whether the numbers that a format with `sparse` counts together belong to consecutive inputs."""
     assert use.view is not None and placement.spec.scaled is not None
     factor = next((part for part in reversed(use.view.contracting) if part.size > 1), None)
     inner_shape = placement.shape[placement.spec.scaled.axis_of_sparse % len(placement.shape) + 1 :]

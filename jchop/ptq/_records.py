@@ -1,4 +1,4 @@
-"""What is kept of a calibration: its report, and the folder by which a run that was killed is continued."""
+"""Records of a calibration: its report, and the folder by which a run that was killed is continued."""
 
 from __future__ import annotations
 
@@ -112,11 +112,11 @@ _SUMS_STRUCTURE = jax.tree.structure(
 
 
 class StageRecord(NamedTuple):
-    """What one stage has changed.
+    """The changes by one stage.
 
     Args:
         rows: of the report.
-        weights: the index of a parameter, the turn, and the leaves of what is packed.
+        weights: the index of a parameter, the turn, and the leaves of its packed value.
         biases: the corrected biases by index.
     """
 
@@ -129,7 +129,7 @@ def run_facts(
     low: QuantizedFunction, params: Any, batches: Iterable[Any], steps: Any, key: Array | None,
     memory: int | None = None,
 ) -> tuple[dict[str, str], Any]:  # fmt: skip
-    """What a run depends on, as digests and texts by name; and the last batch. Runs once through the batches."""
+    """Digests and texts by name of all that a run depends on; and the last batch. Runs once through the batches."""
     batch_digest, last_batch, program_digest = hashlib.sha256(), None, hashlib.sha256()
     for batch_number, batch in enumerate_batches(batches):
         _update_digest(batch_digest, batch)
@@ -174,7 +174,7 @@ class Journal:
 
     Args:
         folder: its path; created if it does not exist.
-        facts: what the run depends on.
+        facts: the facts that the run depends on.
         last_batch: the last batch.
 
     Raises:
@@ -197,7 +197,7 @@ class Journal:
         self._files = prior.pop("files")
         differences = sorted(name for name in {*prior, *facts} if prior.get(name) != facts.get(name))
         if len(differences) > 1 and "function" in differences:
-            differences.remove("function")  # its digest is that of a trace for parameters and data, and follows them
+            differences.remove("function")  # its digest is of a trace for parameters and data, and follows them
         if differences:
             raise ValueError(
                 f"resume={str(folder)!r} holds a run with other {' and '.join(differences)}; it continues with the "
@@ -205,7 +205,7 @@ class Journal:
             )
 
     def _write(self) -> None:
-        """Write what the run depends on, and the digests of its files."""
+        """Write the facts that the run depends on, and the digests of its files."""
         text = json.dumps({**self._facts, "files": self._files}, indent=1)
         write_atomically(self.folder / _RUN_FILE, lambda file: file.write(text.encode()))
 
@@ -241,7 +241,7 @@ class Journal:
         )
 
     def load_stage(self, stage_index: int) -> StageRecord | None:
-        """What a stage has changed, if it is done."""
+        """The changes by a stage, if it is done."""
         path = self.folder / _STAGE_FILE.format(stage_index)
         if not self._has_file(path.name):
             return None
@@ -256,7 +256,7 @@ class Journal:
         return StageRecord(rows, weights, {leaf: arrays[f"bias{leaf}"] for leaf in record["biases"]})
 
     def save_stage(self, stage_index: int, record: StageRecord) -> None:
-        """Write what a stage has changed, atomically."""
+        """Write the changes by a stage, atomically."""
         arrays: dict[str, Any] = {f"bias{leaf}": array for leaf, array in record.biases.items()}
         for i, (_, _, leaves) in enumerate(record.weights):
             arrays |= {f"weight{i}.{j}": leaf for j, leaf in enumerate(leaves)}

@@ -1,8 +1,8 @@
 """The format study: the accuracy of a small neural network after rounding of its parameters.
 
-A classifier (Flax NNX, Optax adam) is trained in binary32 on a data set that comes with scikit-learn, then evaluated on
-test data with its parameters (and optionally its activations) rounded to each format in each rounding mode, as in Table
-8 of Carson and Chen's "Pychop" paper (arXiv 2504.07835). ``jchop study`` runs it from the command line.
+A classifier (Flax NNX, Optax adam) is trained in binary32 on a data set that comes with scikit-learn. It is evaluated
+on test data with its parameters (and optionally its activations) rounded to each format in each rounding mode. This is
+Table 8 of Carson and Chen's "Pychop" paper (arXiv 2504.07835). ``jchop study`` runs it from the command line.
 
 `run_function` studies a function of the user instead: its errors with every operation rounded. The results of both are
 tables as text, and have the methods ``plot()`` and ``save(folder)``.

@@ -148,7 +148,7 @@ class Evaluator:
     """
 
     def __init__(self, graph: Any, params: Any, data: Dataset):
-        # The weights with those of each output consecutive, for the groups of a scaled format.
+        # The weights with the weights of each output consecutive, for the groups of a scaled format.
         self.flat, unravel = ravel_pytree(jax.tree.map(lambda parameter: jnp.moveaxis(parameter, -1, 0), params))
         self._unravel = lambda flat: jax.tree.map(lambda parameter: jnp.moveaxis(parameter, 0, -1), unravel(flat))
         self._graph, self._x, self._y = graph, jnp.asarray(data.test_x), jnp.asarray(data.test_y)

@@ -1,7 +1,7 @@
 """Tensors and JAX arrays in shared memory; operators of torch: opaque to torch.compile, with shape and vmap rules.
 
-Specs are passed as text, keys as `words`: an int32 tensor of two words of key data (their bits), followed by numbers
-that are folded into the key in turn; empty without random bits. `batch` is the number of leading axes of tensors and
+Specs are passed as text, keys as `words`: an int32 tensor of two words of key data (their bits). Numbers follow that
+are folded into the key in turn; without random bits it is empty. `batch` is the number of leading axes of tensors and
 words that vmap added; each row is computed separately.
 """
 
@@ -306,7 +306,7 @@ def define_operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable
     """An operator of torch: its name and types, its results without numbers, and its rule for vmap.
 
     Its arguments are tensors, of which the last are words, then a spec, a count of axes, ``batch``, and options. The
-    axis that `torch.func.vmap` maps becomes the first of those that ``batch`` counts; these are mapped by JAX.
+    axis that `torch.func.vmap` maps becomes the first of the ``batch`` axes, which JAX maps.
     """
     name, _, types = schema.partition("(")
 
@@ -366,7 +366,7 @@ def _in_own_memory(result: Tensor, source: Tensor) -> Tensor:
 def run_on_tensors(function: Callable[..., Any], tensors: Sequence[Tensor], words: Tensor, **options: Any) -> Any:
     """A jitted function of tensors, contiguous and aligned, and words; its results as tensors.
 
-    On the CPU the tensors are passed as NumPy arrays of the same memory, which JAX reads in place; this has less
+    On the CPU the tensors are passed as NumPy arrays of the same memory, which JAX reads in place. This has less
     overhead than imported arrays. The call waits for its results, because the caller may then overwrite a tensor.
     """
     with enable_x64_for(CARRIER_NAMES[tensors[0].dtype]):

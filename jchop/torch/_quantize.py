@@ -196,7 +196,7 @@ def _convert_module(module: nn.Module, rules: Any, seed: int, mode: str) -> nn.M
 
 
 def _rule_fault(rule: Rule, layers: list[tuple[str, nn.Module, bool]], layer_rules: list[Rule | None]) -> str:
-    """What a rule matches that is the first match of no layer."""
+    """Why a rule is the first match of no layer: the text of an error."""
     earlier_rules = {
         other: None for (path, layer, _), other in zip(layers, layer_rules, strict=True) if _matches(rule, path, layer)
     }

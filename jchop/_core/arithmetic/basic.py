@@ -2,13 +2,13 @@
 
 The ranges of the operands, known before anything is computed, decide between four ways:
 
-1. the hardware's operation and then a rounding, if the hardware's result is exact or its error has no effect; or the
-   hardware's operation with subnormal results made zero, for the carrier's own format with `flush`;
+1. the hardware's operation and then a rounding, if the hardware's result is exact or its error has no effect. For the
+   carrier's own format with `flush`: the hardware's operation with subnormal results made zero;
 2. the hardware's sum and its error (TwoSum; Knuth 1969), whose sign tells on which side the exact sum is;
 3. the same on scaled operands (`hardware`), for float32 and formats with its exponents;
 4. integer arithmetic (`double_word`), right for every input.
 
-Ways 1 and 2 are taken only if no operand, term or result can be a subnormal of the carrier, which devices may read as
+Ways 1 and 2 are taken only if no operand, term or result can be a subnormal of the carrier. Devices may read one as
 zero. In all ways, a product that enters a sum is exact. So a compiler that contracts a b + c to one operation changes
 nothing.
 """
@@ -119,7 +119,7 @@ def multiply_add_and_round(
 ) -> Array:
     """`x * y + z`, its exact value rounded once; arguments as for `multiply_and_round`.
 
-    Zeros are those of `add_and_round`.
+    Zeros are as in `add_and_round`.
     """
     product = product_range(xr, yr)
     if _product_is_exact(xr, yr, carrier) and product.top <= carrier.bias + 1:
@@ -333,7 +333,7 @@ def divides_narrow(spec: Spec, carrier: Carrier, xr: ValueRange, yr: ValueRange)
 def divide_narrow(x: Array, y: Array, spec: Spec, carrier: Carrier, xr: ValueRange, yr: ValueRange) -> Array:
     """`x / y` rounded once under a spec that does not draw.
 
-    Let t be the hardware's quotient cut to one bit more than the format. Then t y and x - t y are exact, and the sign
+    Let t be the hardware's quotient cut to one bit more than the format. Then t y and x - t y are exact. The sign
     of x - t y tells whether the quotient is t, above it, or below it. If it is not t, the last bit is set: the quotient
     is rounded to odd.
     """

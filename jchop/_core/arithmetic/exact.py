@@ -358,7 +358,7 @@ def require_levels(fmt: CodebookFormat, mode: Rounding, carrier: Carrier) -> _Th
     if mode is Rounding.ODD:
         return _columns_of_odd_rounding(level_bits, thresholds, carrier)
     work, width = carrier.work, carrier.work_width
-    wide = replace(carrier, fraction=carrier.fraction + width)  # its bits are those of F, and below them R
+    wide = replace(carrier, fraction=carrier.fraction + width)  # its bits are the bits of F, and below them R
     parts = [(value < 0, *wide.toward_zero(value)) for value, _ in thresholds]
     if not all(exact for *_, exact in parts):
         raise ValueError(

@@ -1,6 +1,6 @@
 """float32 numbers in float64, and back, for programs of one CPU; quotients and roots there.
 
-A quotient or a root of numbers of few bits has few bits, or it differs from each such number by much more than the
+A quotient or root of numbers of few bits has few bits. Else it differs from each such number by much more than the
 error of its computation in float64. So it is first rounded to more bits than the former have, and fewer than float64
 has. Then divisions that a compiler replaces by products, and products that it contracts, change no bit.
 """
@@ -150,7 +150,7 @@ _FLOAT64_MODES = (Rounding.NEAREST_EVEN, Rounding.STOCHASTIC, Rounding.STOCHASTI
 def supports_float64_operation(name: str, spec: Spec, ranges: Sequence[ValueRange]) -> bool:
     """Whether `operation_in_float64` is right for an operation on float32 numbers of these ranges.
 
-    A quotient x / y that is not the number g differs from it by |x - g y| / y, and a root by |x - g^2| / (root x + g).
+    A quotient x / y differs from another number g by |x - g y| / y, and a root by |x - g^2| / (root x + g).
     The numerator is a multiple of the last place of its terms. So the settled number is right beside numbers g with one
     bit more than the format. A random point has the bits of a word more; the sign of the exact numerator decides there.
     """

@@ -1,6 +1,6 @@
 """Functions whose exact value is rounded once: for each a formula in pairs of float32 numbers, and its special cases.
 
-If f(x) is x, or a number of the format, plus a term too small for a float32 number, the argument's exponent is clamped
+f(x) may be x, or a number of the format, plus a term too small for float32. Then the argument's exponent is clamped
 to a least one (`FIRST_ORDER`, `SECOND_ORDER`). The term is still too small to matter, and keeps its sign.
 """
 
@@ -574,7 +574,7 @@ UNARY_FUNCTIONS: dict[str, Callable[[Argument], FunctionValue]] = {
 
 
 # == functions of two arguments ========================================================================================
-# To about 44 bits, since the pairs of 16-bit numbers come closer to boundaries. Special values are those of C
+# To about 44 bits, since the pairs of 16-bit numbers come closer to boundaries. Special values are as in C
 # (ISO/IEC 9899, annex F).
 
 
@@ -604,7 +604,7 @@ def _hypot(x: Argument, y: Argument) -> FunctionValue:
 
 
 def _arctan2(y: Argument, x: Argument) -> FunctionValue:
-    """The angle of (x, y). Infinite coordinates are those of a point of the same angle."""
+    """The angle of (x, y). Infinite coordinates stand for a point of the same angle."""
     both = x.infinite & y.infinite
     is_flat = y.zero | (x.infinite & ~both)
     is_steep = (x.zero & ~y.zero) | (y.infinite & ~both)
@@ -667,8 +667,8 @@ def _logaddexp(x: Argument, y: Argument) -> FunctionValue:
 def _power_function(x: Argument, y: Argument) -> FunctionValue:
     """2^(y log2 x).
 
-    log2 x is a number n plus the logarithm of one of 1024 numbers, known to 60 bits, plus log2(1 + t); t is zero for
-    operands of 11 bits. Products with halves of y are exact.
+    log2 x is a number n plus the logarithm of one of 1024 numbers, known to 60 bits, plus log2(1 + t). For operands
+    of 11 bits t is zero. Products with halves of y are exact.
     """
     n, log_parts, log_rest = _binary_logarithm(x)
     number = y.clamp(-60, 2.0**40)
@@ -706,8 +706,8 @@ def _binary_logarithm(x: Argument) -> tuple[Array, tuple[Array, ...], FloatPair]
 def _drop_tail_if_exact(value: FloatPair, exponent: Array) -> FloatPair:
     """The first number alone, if the second is so small that the power is that number.
 
-    A power of a dyadic number that is not a power of two is dyadic, and has 24 bits at most, only for exponents
-    n / 8 <= 15: 3^16 has 26 bits, and so has the number of which 3 is a root of order 16.
+    A power of a dyadic number other than powers of two is dyadic with 24 bits at most only for exponents
+    n / 8 <= 15. For 3^16 has 26 bits, and so has the number of which 3 is a root of order 16.
     """
     eighths = jnp.round(exponent * 8)
     can_be_exact = (eighths == exponent * 8) & (eighths >= 1) & (eighths <= 120)
@@ -761,7 +761,7 @@ def elementary_function(x: Array, *more: Array, name: str, spec: Spec) -> Array:
 
     Args:
         x: float32, any values; or another dtype, if float32 holds the values.
-        more: for a function of `BINARY_FUNCTIONS`, the second operand, of the same dtype and shape; then, for the
+        more: for a function of `BINARY_FUNCTIONS`, the second operand, of the same dtype and shape. Then, for the
             stochastic modes, a random word for each element: uint32; of a uint64 the upper half is used.
         name: the name of the function.
         spec: the rounding of its values.

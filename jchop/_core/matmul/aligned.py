@@ -4,8 +4,8 @@ A block of products and the accumulator c are aligned to the largest exponent M 
 are dropped, so every term is a whole number of units of 2^(M - F). Their sum is an integer, held in one word of 32 bits
 if that is enough, else in two limbs h 2^24 + l. Definition: microsoft/MMA-Sim and arXiv 2511.10909.
 
-All arithmetic is float32 and int32, or float64 for one CPU. Products of operands of at most 12 bits are exact floats;
-multiplied by a power of two they are cut by the conversion to an integer. Other products are integers of 48 bits.
+All arithmetic is float32 and int32, or float64 for one CPU. Products of operands of at most 12 bits are exact floats.
+Multiplied by a power of two they are cut by the conversion to an integer. Other products are integers of 48 bits.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from jchop.formats.rounding import Overflow, Rounding
 
 #: The most fraction bits for which a product is cut to one word.
 MOST_WORD_BITS = 28
-#: What the sum of products keeps beyond the bits of c in ``aligned_apart``.
+#: The bits that the sum of products keeps beyond the bits of c in ``aligned_apart``.
 EXTRA_SUM_BITS = 7
-#: The exponent by which products that are all zero are aligned without c; below that of every other product.
+#: The exponent by which products that are all zero are aligned without c; below the exponent of every other product.
 LEAST_PRODUCT_EXPONENT = 4 * (1 - FLOAT32.bias)
 
 
@@ -298,7 +298,7 @@ def _accumulator_parts(c: Array) -> tuple[Array, Array, Array]:
 
 
 def _exponent_of_sum(count: Array, exponent: Array, unit: TensorCoreUnit) -> Array:
-    """The exponent with which c enters the largest; of zero that of float32's subnormals."""
+    """The exponent with which c enters the largest; a zero has the exponent of float32's subnormals."""
     if unit.sum_emin == 1 - FLOAT32.bias:
         return exponent
     return jnp.where(count == 0, 1 - FLOAT32.bias, jnp.maximum(exponent, unit.sum_emin))
@@ -329,7 +329,7 @@ def fused_add_limbs(
 
     Args:
         c: float32 accumulators.
-        x: the left factor of each product of a block; its shape and that of `y` broadcast to that of `c`.
+        x: the left factor of each product of a block; `x` and `y` broadcast to the shape of `c`.
         y: the right factors.
         unit: the arithmetic.
         word: random words, if the accumulator draws.

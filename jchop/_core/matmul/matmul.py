@@ -72,8 +72,8 @@ class MatmulPlan:
     def dot(self) -> ValueRange:
         """The range of the carrier's own dot of a block, for any order of its sums.
 
-        Sums of multiples of 2^q stay multiples of 2^q if they are rounded to fewer bits. One bit more than the exact
-        sum of magnitudes is enough for b roundings, each up by at most half a unit in the last place: (1 + 2^-p)^b < 2.
+        Sums of multiples of 2^q stay multiples of 2^q if they are rounded to fewer bits. One bit more than the sum of
+        magnitudes is enough for b roundings. Each goes up by at most half a unit in the last place: (1 + 2^-p)^b < 2.
         """
         exact, whole = product_range(self.operand, self.operand), carrier_range(self.carrier)
         length = min(self.spec.order.block or self.k, self.k)
@@ -380,7 +380,7 @@ def _blockwise_pairwise_sum(x: Array, y: Array, zero: Array, plan: MatmulPlan, d
 
 
 def _factors_of_each_product(x: Any, y: Any) -> tuple[list, list]:
-    """The factors of each product of a block, from trees of arrays like those of `_outer_factors`."""
+    """The factors of each product of a block, from trees of arrays as `_outer_factors` gives them."""
     count = jax.tree.leaves(x)[0].shape[0]
     x_factors = [jax.tree.map(lambda v: v[i][:, :, None], x) for i in range(count)]  # noqa: B023
     return x_factors, [jax.tree.map(lambda v: v[i][:, None, :], y) for i in range(count)]  # noqa: B023

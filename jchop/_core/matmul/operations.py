@@ -1,7 +1,7 @@
 """Operations by name, +, −, ×, ÷, √ and fma, rounded once on rounded operands; chains of them; sums in an order.
 
 One signature serves all interpreters of programs. 16-bit dtypes are computed in float32, other dtypes as in `basic`;
-operands broadcast. The random words of a program's operations are in one stream: the words of operation n start at the
+operands broadcast. The random words of a program's operations are in one stream. The words of operation n start at the
 index n 2^32, and each iteration of a loop has different seeds.
 """
 
@@ -110,7 +110,7 @@ def check_matmul(spec: MatmulSpec, dtype: Any, allow_scales: bool = False) -> No
 
     Args:
         spec: the arithmetic.
-        dtype: that of the operands.
+        dtype: of the operands.
         allow_scales: whether the operands may have a scaled format. Default False.
 
     Raises:
@@ -182,8 +182,8 @@ def _sqrt_operation(step: _OperationStep, x: Array) -> Array:
 def _barrier_unless_nearest(step: _OperationStep, *args: Array) -> tuple[Array, ...]:
     """Operands or results behind a barrier, for a quotient or root in a mode that does not round to the nearest.
 
-    The quirk `long_fusion_compiled_for_minutes` (`_core/xla/cpu.py`) is the reason: such modes compute more bits, and
-    have comparisons with zero that the vectorizer follows through all the operations before them, and after a quotient.
+    The quirk `long_fusion_compiled_for_minutes` (`_core/xla/cpu.py`) is the reason. These modes compute more bits. The
+    vectorizer follows their comparisons with zero through all the operations before them, and after a quotient.
     """
     return args if step.spec.rounding in _NEAREST_ROUNDINGS else lax.optimization_barrier(args)
 
@@ -378,7 +378,7 @@ def sum_along(
 ) -> Array:
     """The sums of `x` along axes, in the order and with the rounding of ``mspec.accumulate``.
 
-    A sum of x_k is the sum of products x_k 1, so the order is the same as in a matrix product; ``mspec.product`` and
+    A sum of x_k is the sum of products x_k 1, so the order is the same as in a matrix product. ``mspec.product`` and
     ``mspec.fused`` have no effect.
 
     Args:

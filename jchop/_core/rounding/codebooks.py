@@ -409,8 +409,8 @@ def _log_takum_magnitudes(bits: int) -> np.ndarray:
 def _log_takum_thresholds(bits: int, mode: Rounding, negative: bool) -> np.ndarray:
     """For each code k from 1 on, the smallest magnitude bits that become k + 1.
 
-    `rounding_thresholds` has the point of the mode between neighbours at 0 and 1, or -1 and 0: a value, or the middle,
-    for which the point between the strings stands here.
+    `rounding_thresholds` has the point of the mode between neighbours at 0 and 1, or -1 and 0. It is a value, or the
+    middle, for which the point between the strings stands here.
     """
     levels = _log_takum_magnitudes(bits)
     points = {0: levels[:-1] + 1, 1: levels[1:], Fraction(1, 2): _tapered.log_takum_thresholds(bits).view(np.int64)}

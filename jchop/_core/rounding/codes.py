@@ -1,8 +1,8 @@
 """Bit patterns of values, and patterns of fewer than eight bits packed into bytes: integer operations on tiles.
 
-A code is the result of `ElementFormat.encode`. Packed along the last axis, the k-bit code i of a row takes the bits [k
-i, k i + k) of the row's little-endian bit stream (for 4 bits: low nibble first); every row is padded with zeros to
-whole bytes.
+A code is the result of `ElementFormat.encode`. Codes are packed along the last axis. The k-bit code i of a row takes
+the bits [k i, k i + k) of the row's little-endian bit stream. For 4 bits the low nibble is first. Every row is padded
+with zeros to whole bytes.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ def decode_elements(codes: Array, fmt: formats.ElementFormat, carrier: Carrier, 
 
 
 def decode_magnitude(codes: Array, fmt: formats.FloatFormat, carrier: Carrier) -> Array:
-    """The magnitude bits of the values of codes; those of NaN are above infinity. Arguments as for `decode_elements`.
+    """The magnitude bits of the values of codes; NaN has bits above infinity. Arguments as for `decode_elements`.
 
-    In few operations where the bits of a code are the first bits of its value, as those of bfloat16 in float32.
+    In few operations where the bits of a code are the first bits of its value, as for bfloat16 in float32.
     """
     if not _is_prefix_of_carrier(fmt, carrier):
         return bit_ops.split_sign(decode_elements(codes, fmt, carrier), carrier)[1]

@@ -1,7 +1,7 @@
 """A format's values as bit patterns of a carrier: the static data of even grids, and the words of tapered formats.
 
-Within a binade of the carrier the values of a floating-point or fixed-point format are evenly spaced, so rounding drops
-the low d bits of the magnitude. With E the carrier's biased exponent,
+Within a binade of the carrier the values of a floating-point or fixed-point format are evenly spaced. So rounding
+drops the low d bits of the magnitude. With E the carrier's biased exponent,
 
     d = max(D, K - E),
 
@@ -92,7 +92,7 @@ def make_grid(fmt: formats.ElementFormat, carrier: Carrier) -> Grid:
 
 
 def _tapered_grid(fmt: formats.TaperedFormat, carrier: Carrier) -> Grid:
-    """The ends of a tapered format; the fields of an even grid are those of the most fraction bits, or of strings."""
+    """The ends of a tapered format; the fields of an even grid are for the most fraction bits, or for strings."""
     of_strings = isinstance(fmt, formats.StringFormat)
     top = _bits_or_end(Fraction(fmt.max), carrier)
     return Grid(
@@ -154,7 +154,7 @@ def carrier_holds(spec: Spec, carrier: Carrier) -> bool:
 
 
 def x64_remedy(able: Sequence[str]) -> str:
-    """What an error says after a cast to one of these carriers, if that is float64 and JAX has no float64 now."""
+    """The end of an error that advises a cast to these carriers: float64 is off, if it is the first one."""
     missing = able[0] == "float64" and not jax.config.jax_enable_x64  # type: ignore[attr-defined]
     return "; JAX arrays are float64 only with jax_enable_x64, which is off" * missing
 

@@ -1,16 +1,16 @@
 """The random words of stochastic rounding: a counter-based generator written out in uint32 operations.
 
-A word is a pure function of a key and of the 64-bit index of an element, so a result depends neither on tiling nor on
+A word is a pure function of a key and of the 64-bit index of an element. So a result depends neither on tiling nor on
 the device, the number of devices, the backend or 64-bit mode. **The stream is a stable interface**: the same key and
 index give the same word in every release. All arithmetic below is modulo 2**32, ``>>`` shifts in zeros, ``^`` is xor.
 
-*Seeds.* Let ``d[0] ... d[n-1]`` be the uint32 words of ``jax.random.key_data(key)`` (an odd number of words gets a 0 at
-its end) and ``threefry(key, counter)`` Threefry-2x32 with 20 rounds (Salmon et al., SC'11, as in their Random123)::
+*Seeds.* Let ``d[0] ... d[n-1]`` be the uint32 words of ``jax.random.key_data(key)``; an odd number of words gets a 0 at
+its end. Let ``threefry(key, counter)`` be Threefry-2x32 with 20 rounds (Salmon et al., SC'11, as in their Random123)::
 
     h = (d[0], d[1]);  then for each further pair:  h = threefry(h, (d[2i], d[2i+1]))
     (s[2b], s[2b+1]) = threefry(h, (0x6A63686F + n, b))  for b = 0, 1, 2
 
-The constant separates the seeds from the results of ``jax.random.split``, ``fold_in`` and ``bits`` with the same key;
+The constant separates the seeds from the results of ``jax.random.split``, ``fold_in`` and ``bits`` with the same key.
 ``n`` separates keys of different lengths, because ``h`` of an rbg key can be the data of a folded threefry key.
 
 *Word* of lane L (0 or 1) at the index ``hi * 2**32 + lo``, with ``t = hi * 0x9E3779B9``::
@@ -34,7 +34,7 @@ and multipliers come from ``triple32`` (C. Wellons, hash-prospector, released in
 array, this is the strongest. It has three multiplications, with a seed before each, so that two keys do not give
 shifted or permuted copies of one sequence. With ``y`` added, words repeat as often as random words do; in a permutation
 of the counter they would never repeat. Rounding float32 to bfloat16 takes 2.0 and to e4m3 2.9 times as long as an
-in-place copy; with Threefry-20, also written out, 11 times, with ``jax.random.bits`` over 100 times. Over 20 keys of
+in-place copy. Threefry-20, also written out, takes 11 times, ``jax.random.bits`` over 100 times. Over 20 keys of
 2**24 words no statistic of the tests exceeds 3.4 standard deviations. docs/randomness.md has the limits, and
 docs/measurements/randomness.md the figures. It is not a cryptographic generator.
 """
@@ -149,8 +149,8 @@ def flat_index(shape: Sequence[int], offset: Any = 0, base: int = 0) -> tuple[Ar
 
     Args:
         shape: shape of the part; no axis longer than 2**32.
-        offset: the position of the part, not negative: the flat index of its first element if it is a contiguous chunk
-            (an int or a traced integer scalar), or ``(starts, whole)``: one start for each axis, ints or traced, and
+        offset: the position of the part, not negative. For a contiguous chunk it is the flat index of its first element
+            (an int or a traced integer scalar). Else ``(starts, whole)``: one start for each axis, ints or traced, and
             the shape of the whole array. Default 0.
         base: a known index added to all. Default 0.
 

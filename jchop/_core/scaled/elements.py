@@ -253,7 +253,7 @@ class BlockScales:
     """The scales of the blocks of a tile, with length 1 along the axes of a block.
 
     Args:
-        value: the exponents if all scales are powers of two, else the magnitude bits of finite positive numbers; these
+        value: the exponents if all scales are powers of two, else the magnitude bits of finite positive numbers. The
             numbers themselves, if they were found in float64.
         nan: whether each scale is NaN instead; None: none is.
         tensor: magnitude bits of the tensor's scale, if the rule has one; then the scales are the products of both.
@@ -267,7 +267,7 @@ class BlockScales:
 
 
 def are_in_safe_range(scales: BlockScales, plan: ScaledPlan) -> Array:
-    """Whether each scale, and that of the tensor if there is one, is in the safe range, and none is NaN."""
+    """Whether each scale, and the tensor's scale if there is one, is in the safe range, and none is NaN."""
     low, high, compute = -SAFE_EXPONENT, SAFE_EXPONENT, plan.compute
     if not plan.is_power:
         low, high = ((exponent + compute.bias) << compute.fraction for exponent in (low, high))
@@ -373,7 +373,7 @@ def round_scales(
         ends: magnitude bits, one array for each divisor.
         tensor: magnitude bits of the tensor's scale, if the rule has one; then there is one divisor.
         plan: the plan.
-        divisors: Default None: those of the rule.
+        divisors: Default None: the divisors of the rule.
     """
     pairs = zip(ends, plan.divisors if divisors is None else divisors, strict=True)
     if tensor is None:
@@ -461,9 +461,9 @@ def _divide_by_tensor_scale(largest: Array, tensor: Array, divisor: Fraction, pl
 def tensor_scale(x: Array, plan: ScaledPlan) -> Array:
     """The float32 scale of a whole tensor under which its blocks' scales have their whole range.
 
-    The rule's constant, if it has one. Else the largest finite magnitude over the product of the rule's top scale, the
-    largest one as a rule, and the largest element, rounded to nearest, ties to even; 1 if there is no finite value
-    other than zero.
+    The rule's constant, if it has one. Else the largest finite magnitude over a product, rounded to nearest, ties to
+    even. The product is of the rule's top scale, as a rule the largest one, and the largest element. The result is 1 if
+    no finite value other than zero is there.
 
     Args:
         x: numbers of the arithmetic's carrier.

@@ -29,7 +29,7 @@ from jchop.formats.rounding import Rounding
 #: N: the rule "mse" tries the scale of "absmax" times 1, 1 - 1/N ... 1/2.
 SQUARES_STEPS = 64
 #: The scale of normal numbers with variance 1 under which e2m1 loses least, before it becomes a power of two (Panferov
-#: et al., "QuEST", arXiv 2502.05003; the number is that of Castro et al., "Quartet", arXiv 2505.14669).
+#: et al., "QuEST", arXiv 2502.05003; the number is from Castro et al., "Quartet", arXiv 2505.14669).
 QUEST_SCALE = 2.92247856 / 6
 
 
@@ -215,18 +215,18 @@ SCALE_FITS: Mapping[str, Callable[[Array, tuple[int, ...], ScaledPlan, Array | N
 
 
 # == levels ============================================================================================================
-# Scales that double at the levels of groups within groups, as those of HiF4. A scale s of the largest groups is
+# Scales that double at the levels of groups within groups, as in HiF4. A scale s of the largest groups is
 # stored in its own format. Each group within doubles its scale, if its largest number asks for it, and so does each
 # group within that. The doublings are scales that are quantized again to the levels 1 and 2, so that their codes have
-# one bit, and the storage is that of any such format.
+# one bit, and the storage is the same as for any such format.
 
 
 def fit_levels(largest: Array, plan: ScaledPlan) -> Array:
     """Magnitude bits of the scales of the smallest groups.
 
-    With a the largest magnitude of a largest group, M the largest element and n levels, s is a / (2^n M) in the format
-    of the scales. From the outermost level inward, the scale c of a group becomes 2 c if the group's largest number is
-    at least 2^k c, with k the number of levels from this one on; so 2^k c is beyond all numbers under the scale c.
+    Let a be the largest magnitude of a largest group, M the largest element and n the number of levels. Then s is
+    a / (2^n M) in the format of the scales. From the outermost level inward, a scale c becomes 2 c if its group's
+    largest number is at least 2^k c. From this level on there are k levels, so 2^k c is beyond all numbers under c.
 
     Args:
         largest: magnitude bits of the largest numbers of the smallest groups, in the shape of the stored scales.

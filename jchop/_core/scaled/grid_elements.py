@@ -444,7 +444,7 @@ def clamps_overflow(plan: ScaledPlan) -> bool:
 
 
 def has_plain_floats(plan: ScaledPlan) -> bool:
-    """Whether the elements are those of a narrow float format with subnormal numbers and signed zeros."""
+    """Whether the element format is a narrow float format with subnormal numbers and signed zeros."""
     fmt = plan.element.format
     if plan.compute is not FLOAT32 or not isinstance(fmt, FloatFormat) or not fmt.has_negative_zero:
         return False
@@ -504,7 +504,7 @@ def encode_floats(x: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
 
 
 def sign_codes(code: Array, sign: Array, magnitude: Array, fmt: FloatFormat) -> Array:
-    """Codes of magnitudes with the signs of numbers; NaN has its code, or that of the largest number."""
+    """Codes of magnitudes with the signs of numbers. NaN has its own code, or the code of the largest number."""
     nan = fmt.code_of(math.nan)
     negative = lax.shift_right_logical(sign, jnp.full_like(sign, FLOAT32.width - fmt.bits))
     nan = fmt.code_of(fmt.max) if nan is None else nan

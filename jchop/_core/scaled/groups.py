@@ -105,7 +105,7 @@ class Groups:
 
 
 def sparse_mask(x: Array, fmt: ScaledFormat) -> Array:
-    """Which numbers of an array a format with `sparse` keeps: those of largest magnitude.
+    """Which numbers of an array a format with `sparse` keeps: the numbers of largest magnitude.
 
     Magnitudes are compared as integers, so subnormal numbers count on every backend. All NaN are equal.
     """

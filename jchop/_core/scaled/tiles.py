@@ -197,7 +197,7 @@ def plain_tile_scales(
 def _divide_by_short_divisor(largest: Array, plan: ScaledPlan) -> Array:
     """Bits of plain magnitudes over a divisor of 12 bits, rounded to nearest even.
 
-    The product with its inverse is wrong by less than two units in the last place, which the exact rest corrects: no
+    The product with its inverse is wrong by less than two units in the last place, which the exact rest corrects. No
     quotient is so close to the middle of two numbers that the error of the correction has an effect.
     """
     number, divisor = bits_to_float(largest), float(plan.divisors[0])
@@ -274,7 +274,7 @@ def _encode_float_tile(
     half_step_shift = bits_to_float(exponent) * 2.0 ** (FLOAT32.fraction - fmt.frac_bits - 1)
     total = guess + half_step_shift
     round_up = _is_above_middle(total, total - half_step_shift, magnitude, scale)
-    # The bits of `total` count half steps, and the exponent the binades. Bits beyond the code are not stored: those of
+    # The bits of `total` count half steps, and the exponent the binades. Bits beyond the code are not stored: bits of
     # the exponent of `shift`, and the bias, which is 128.
     code = (float_to_bits(total) + (exponent >> (FLOAT32.fraction - fmt.frac_bits - 1)) + round_up) >> 1
     return code & bit_ops.low_mask(fmt.bits - 1) | lax.shift_right_logical(sign, jnp.full_like(sign, 32 - fmt.bits))

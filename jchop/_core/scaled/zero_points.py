@@ -182,7 +182,7 @@ def _quotient_of_difference(
 ) -> tuple[ExactResult, Array]:
     """(x - y) / d of finite numbers, exactly, and whether x is not y; the values of each stage pass through `stage`.
 
-    The rest of the quotient has `rest_bits` bits, by default those of a word, and a sticky bit.
+    The rest of the quotient has `rest_bits` bits, by default the bits of a word, and a sticky bit.
     """
     (xs, xm), (ys, ym) = bit_ops.split_sign(x, carrier), bit_ops.split_sign(y, carrier)
     a = double_word.double_word_of(xs, *double_word.normalize_magnitude(xm, carrier), carrier)

@@ -1,1 +1,1 @@
-"""What XLA's backends do otherwise than their programs say, and the functions that work around it."""
+"""How the backends of XLA differ from their programs, and the functions that work around it."""

@@ -1,4 +1,4 @@
-"""What differs between the programs of a body; bodies know of no other quirk than those of their backend."""
+"""Differences between the programs of a body. Bodies know only the quirks of their own backend."""
 
 from __future__ import annotations
 

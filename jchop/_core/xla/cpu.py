@@ -1,8 +1,8 @@
 """The quirks of XLA's CPU backend, and the functions that work around them.
 
-Other files name the quirk that they work around. `tests/_core/xla/test_cpu.py` shows each in a small program, names the
-versions of jaxlib without it, and fails when a quirk is gone; then its workaround can be removed. Where only the time
-tells, `benchmarks/quirks.py` measures it.
+Other files name the quirk that they work around. `tests/_core/xla/test_cpu.py` shows each in a small program, and names
+the versions of jaxlib without it. It fails when a quirk is gone; then its workaround can be removed. Where only the
+time tells, `benchmarks/quirks.py` measures it.
 
 The quirks, first of bits, then of run time, then of compile time. Each is given by the wrong bits, or the slow code, of
 a plain program:
@@ -26,7 +26,7 @@ a plain program:
 * `maximum_loses_nan`: The maximum of many numbers, one of them NaN, is a number, and may be less than one that precedes
   the NaN.
   Workaround: A sum tells whether all numbers are finite (`_largest_magnitude` in `_core/scaled/elements.py`,
-  `optim/_chain.py`), or the maximum is that of the bits (`_emulate/rules/functions.py`).
+  `optim/_chain.py`), or the maximum is taken of the bits (`_emulate/rules/functions.py`).
 * `selected_float8_changes_nan`: `where` of float8 converts to float16 and back: a NaN loses its sign and its payload.
   Workaround: Codes are selected as integers (`_select_leaf` in `optim/_chain.py`).
 * `signalling_nan_becomes_quiet`: An operation on bfloat16 makes a signalling NaN quiet where nothing should change.
@@ -35,18 +35,18 @@ a plain program:
   Workaround: Products of `nn` keep the orientation that Flax gives them (`jchop/_quantized/products/product.py`).
 * `sums_ordered_by_fusion`: A sum of numbers that are computed in its loop has other bits than the sum of the same
   numbers in memory.
-  Workaround: Parameters that a program computes with itself, and the matrix of a product with one row or one column,
-  are read from memory, packed or not (`materialize` in `_kernels/primitive.py`).
+  Workaround: Parameters are read from memory, packed or not, if a program computes with them itself. So is the matrix
+  of a product with one row or one column (`materialize` in `_kernels/primitive.py`).
 * `barriers_removed_before_fusion`: An `optimization_barrier` does not keep operations from being fused: a scale is
   computed for every element.
   Workaround: `materialize_per_group`.
 * `independent_results_come_first`: The weights of all layers are unpacked before the first product, also with a barrier
-  between layers, so that all of them are in memory together.
+  between layers. So all of them are in memory together.
   Workaround: `compute_after` (`unshard` in `distributed/_parts.py`).
 * `computed_once_for_each_use`: A result with several uses is computed in the loop of each, in scalar code if that loop
   moves axes.
-  Workaround: A body is compiled as a call (`no_inline` in `_kernels/primitive.py`); a chain of operations has one
-  result (`_emulate/rules/interpret.py`); a packed leaf is made in a branch (`optim/_state.py`); seeds are divided by 1
+  Workaround: A body is compiled as a call (`no_inline` in `_kernels/primitive.py`). A chain of operations has one
+  result (`_emulate/rules/interpret.py`). A packed leaf is made in a branch (`optim/_state.py`). Seeds are divided by 1
   (`compute_once`).
 * `constants_enter_calls`: A constant operand is written into the function that is called, so calls that differ only in
   constants are compiled one by one.
@@ -86,7 +86,7 @@ a plain program:
   Workaround: Barriers between the stages (`_barrier_unless_nearest` in `_core/matmul/operations.py`,
   `_scales_of_ranges` in `_core/scaled/zero_points.py`). Places among nodes in memory (`interp` in `math/_composed.py`),
   and the mean in a variance (`math/_reductions.py`).
-* `known_results_computed_by_compiler`: The compiler computes what depends on constants only, slowly.
+* `known_results_computed_by_compiler`: The compiler computes results of constants alone, slowly.
   Workaround: A barrier before the first state is packed (`pack_by_plan` in `optim/_pack.py`).
 """
 
@@ -115,8 +115,8 @@ _LARGE_ARRAY = 1 << 16
 def branch_in_functions(predicate: Array, yes: Callable[[], Array], no: Callable[[], Array]) -> Array:
     """`jax.lax.cond` of functions without arguments, each compiled as a separate function.
 
-    XLA writes the operands of a branch to memory. If a branch repeats an expression of the program around it, such as
-    the bits of the same numbers, the removal of common expressions would make the result an operand of the branch.
+    XLA writes the operands of a branch to memory. A branch may repeat an expression of the program around it, such as
+    the bits of the same numbers. The removal of common expressions would make its result an operand of the branch.
     """
     return lax.cond(predicate, lambda: always_jit(yes)(), lambda: always_jit(no)())
 
@@ -124,7 +124,7 @@ def branch_in_functions(predicate: Array, yes: Callable[[], Array], no: Callable
 def materialize_per_group(values: Any) -> Any:
     """A pytree of arrays, computed once for each group, although each is then broadcast over elements.
 
-    Quirk `barriers_removed_before_fusion`. XLA does not repeat a division for every element, so on CPUs each array is
+    Quirk `barriers_removed_before_fusion`. XLA does not repeat a division for every element. So on CPUs each array is
     divided by 1; a barrier keeps XLA from removing this 1. Small arrays of one shape are divided together, because each
     division is a loop to compile. A large array has a loop of its own: to put it beside others costs more time.
     """
@@ -194,7 +194,7 @@ def hide_constant(number: int) -> Array:
 def compute_after(values: Any, earlier: Array) -> Any:
     """A pytree of arrays, unchanged, that no compiler can compute before the numbers of `earlier`.
 
-    Quirk `independent_results_come_first`. The bits of each number are combined with a zero, which is the bit above
+    Quirk `independent_results_come_first`. The bits of each number are combined with a zero. It is the bit above
     the largest number without a sign: a compiler has no reason to see that.
     """
     if not earlier.size:

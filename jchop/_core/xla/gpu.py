@@ -1,16 +1,16 @@
 """The quirks of XLA's GPU backend, and the functions that work around them, as `cpu.py` for CPUs.
 
-A test shows each, and fails when a quirk is gone: wrong bits `tests/_core/xla/test_gpu.py`, on a GPU alone; programs
-that are not compiled `tests/_kernels/test_compile.py`, for a GPU that is not there. The quirks:
+A test shows each, and fails when a quirk is gone. `tests/_core/xla/test_gpu.py` has wrong bits, on a GPU alone.
+`tests/_kernels/test_compile.py` has programs that are not compiled, for a GPU that is not there. The quirks:
 
 * `short_sums_of_integers_doubled`: Products of int8 with sums of 6 or 37 numbers: each result is twice the sum. These
   are no multiples of 4, so XLA multiplies by a Triton kernel, in steps of 16; the unit's steps are of 32.
   Workaround: `pad_to_whole_words`: zeros fill up the sum to a multiple of 16, so that cuBLAS can be chosen.
-* `float8_without_tiles_at_highest_precision`: A product of float8 with `Precision.HIGHEST` is not compiled by Triton in
-  tiles of 64 rows or more, those of the units for float8.
+* `float8_without_tiles_at_highest_precision`: Triton compiles no product of float8 with `Precision.HIGHEST` in
+  tiles of 64 rows or more, as the units for float8 have them.
   Workaround: `dot_precision`: HIGH, with which cuBLAS does not sum in fewer bits either.
 * `float8_of_pallas_without_units`: In a kernel of Pallas-Triton a product of float8 with float32 sums is one of float16
-  on the H200: Pallas asks for exact sums, and its public names cannot ask for others.
+  on the H200. Pallas asks for exact sums, and its public names cannot ask for others.
   Workaround: `_kernels/products/product_of_blocks_gpu.py`: a rule of its own for Pallas, which asks for their sums.
 """
 

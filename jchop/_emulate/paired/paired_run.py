@@ -261,7 +261,7 @@ class PairedRun(lanes.LaneRunner):
             self._check_stop(step, measure, result, operands, f"{step.name} of {{given}} is {{result}}")
 
     def _look_at_literals(self, step: EmulatedStep, seeds: LaneSeeds, args: list[ValuePair]) -> None:
-        """Counts the literals that overflow or become zero, and those of calls and loops that are not finite."""
+        """Counts the literals that overflow or become zero, and the literals of calls and loops that are not finite."""
         first = id(step) not in self.literal_steps
         for i, low, measure in self.literals_out_of_range(step, seeds, args):
             own = self.literal_steps.setdefault(id(step), replace(step, kind="constant"))
@@ -309,12 +309,12 @@ class PairedRun(lanes.LaneRunner):
     # -- pairs made of pairs -------------------------------------------------------------------------------------------
 
     def rounded_operands(self, step: EmulatedStep, seeds: LaneSeeds, args: list[ValuePair]) -> list[ValuePair]:
-        """The operands of an equation that holds programs, with those rounded that the plan marks."""
+        """The operands of an equation that holds programs; the operands that the plan marks are rounded."""
         low = self.emulated_operands(step, seeds, args)
         return [(x, pair[1]) for x, pair in zip(low, args, strict=True)]
 
     def emulated_operands(self, step: EmulatedStep, seeds: LaneSeeds, args: list[ValuePair]) -> list[Any]:
-        """The emulated values of operands, with those rounded that the plan marks."""
+        """The emulated values of operands; the operands that the plan marks are rounded."""
         return lanes.map_shards(self.axes, partial(round_operands, step), seeds[0], [pair[0] for pair in args])
 
     def map_lanes(self, move: Callable[[Any], Any], value: ValuePair) -> ValuePair:

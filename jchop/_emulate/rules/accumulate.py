@@ -223,7 +223,7 @@ def _scatter_in_order(
 
 
 #: The first draw number of a step's sums: at most two operands are rounded twice, and the result draws number 4, which
-#: is also that of the index of a scatter.
+#: is also the value of the index of a scatter.
 _FIRST_SUM_DRAW = 5
 
 #: The axes of each operand that are summed over, or lie within a window.

@@ -193,7 +193,7 @@ def run_draw(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[A
     limits = None if spec is None else _draw_limits(step, args)
     if spec is None or limits is None:
         return results
-    return [_clamp_to_limits(results[0], spec, limits), *results[1:]]  # then what a derivative needs
+    return [_clamp_to_limits(results[0], spec, limits), *results[1:]]  # then values that a derivative needs
 
 
 def _draw_limits(step: EmulatedStep, args: list[Any]) -> tuple[Array, Array] | None:
@@ -202,7 +202,7 @@ def _draw_limits(step: EmulatedStep, args: list[Any]) -> tuple[Array, Array] | N
     if draws and step.eqn.params.get("name") in _MONOTONE_DRAWS:
         run = partial(_run_with_bits, jaxpr_of(step.eqn.params["jaxpr"]), args)
         least, largest = (lax.stop_gradient(run(bits)[0]) for bits in (0, -1))
-        # The end is the last operand, or that of a program's derivative: the operands are the least and the length.
+        # The end is the last operand, or the one of a program's derivative: the operands are the least and the length.
         ends = [args[-1], *([args[-2] + args[-1]] if len(args) > 2 else [])]
         among = jnp.any(jnp.stack([_equals_end(largest, end) for end in ends]), 0)
         return least, jnp.where(among, lax.nextafter(largest, least), largest)

@@ -1,7 +1,7 @@
 """Counts: the numbers of terms by which a program divides sums, as a mean does, and the integers that make them.
 
-A count is no number of the computation, so it is not rounded. It is found by where it stands: it divides a sum of so
-many terms, or, in the derivative of such a quotient, a number that is then copied so many times.
+A count is no number of the computation, so it is not rounded. It is found by its place. It divides a sum of so
+many terms, or, in the derivative of this quotient, a number that is then copied so many times.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _CountValue:
 
 @dataclass(eq=False)
 class _CountOp:
-    """An equation with its values. That of a call has one literal operand, and the call's argument as its result."""
+    """An equation with its values. A call has one literal operand, and the call's argument as its result."""
 
     eqn: Any
     operands: list[_CountValue]
@@ -113,7 +113,7 @@ class Counts:
     def _flatten(
         self, jaxpr: Any, args: Sequence[_CountValue], ops: list[_CountOp], outermost: bool = False
     ) -> list[_CountValue]:
-        """The results of a jaxpr; its equations and those of calls become operations."""
+        """The results of a jaxpr; its equations and the equations of calls become operations."""
         self._jaxprs[id(jaxpr)] = jaxpr
         env = {v: _count_value_of(v) for v in jaxpr.constvars} | dict(zip(jaxpr.invars, args, strict=True))
 
@@ -236,7 +236,7 @@ def _is_count(n: float, lengths: frozenset[int]) -> bool:
 
 
 def _mark_count_reads(op: _CountOp, places: Sequence[int]) -> None:
-    """Notes what operands are read as."""
+    """Notes how operands are read."""
     makes_counts = _makes_counts(op)
     compares = not any(is_carrier_float(v.aval) for v in op.eqn.outvars) and op.place is None
     for i, x in enumerate(op.operands):

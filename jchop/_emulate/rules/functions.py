@@ -66,7 +66,7 @@ def exact_mod(operands: _ExactOperands, spec: Spec, word: Array | None) -> Array
 def _exact_remainder(x: Array, y: Array, carrier: Carrier) -> Array:
     """`lax.rem` of numbers that may be subnormal, which devices read as zero.
 
-    A small divisor is multiplied by 2^64, and so is the first remainder: in both divisions all numbers are then normal,
+    A small divisor is multiplied by 2^64, and so is the first remainder. In both divisions all numbers are then normal,
     or the dividend is the smaller one.
     """
     full_range = carrier_range(carrier)
@@ -100,7 +100,7 @@ def exact_floor_divide(operands: _ExactOperands, spec: Spec, word: Array | None)
 def _floor_of_quotient(v: ExactResult, carrier: Carrier) -> ExactResult:
     """The floor of a quotient.
 
-    If all of `rest` belongs to the integer part, later bits do not matter: a quotient of numbers of p bits has p
+    If all of `rest` belongs to the integer part, later bits do not matter. A quotient of numbers of p bits has p
     consecutive zeros or ones only at its end.
     """
     width, word_dtype = carrier.work_width, v.rest.dtype
@@ -187,9 +187,9 @@ def exact_decimals(decimals: int, operands: _ExactOperands, spec: Spec, word: Ar
 def _round_to_decimals(x: Array, decimals: int, spec: Spec, word: Array | None) -> Array:
     """The multiple for a positive number of decimals, if x may have a fraction.
 
-    With h + l the exact product of x and the power of ten, the multiple is the integer next to it: a number of the
-    carrier, or, if h has no fraction, h and the integer next to l. In that case the multiple and x differ by less than
-    two places of the carrier, and the difference, rounded to odd, is added to x.
+    Let h + l be the exact product of x and the power of ten. The multiple is the integer next to it, a number of the
+    carrier; or if h has no fraction, h and the integer next to l. Then the multiple and x differ by less than two
+    places of the carrier. The difference, rounded to odd, is added to x.
     """
     carrier, power = CARRIERS[x.dtype.name], jnp.full_like(x, 10.0**decimals)
     carrier_spec = Spec({"float32": binary32, "float64": binary64}[carrier.name])
@@ -421,7 +421,7 @@ def _call_at(jaxpr: Any, place: int, function: NamedFunction) -> tuple[Any, int]
 
 
 def _have_dtypes(operands: Sequence[Any], names: Sequence[str]) -> bool:
-    """Whether operands are of one dtype of floating-point numbers, or of integers, as those of the example are.
+    """Whether operands are of one dtype of floating-point numbers, or of integers, as in the example.
 
     An integer that is a constant may stand for a floating-point number.
     """

@@ -171,7 +171,7 @@ class EmulationRunner(Runner):
         return super().while_loop(step, loop, start)
 
     def prepare_operands(self, step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
-        """The operands of a step, with those rounded that the plan marks."""
+        """The operands of a step; the operands that the plan marks are rounded."""
         return round_operands(step, seeds, args)
 
     def run(self, part: EmulatedStep | Chain | Turns, seeds: Seeds | None, args: list[Any]) -> list[Any]:
@@ -233,7 +233,7 @@ _COMPILE_UNITS = ("scan", "while", "cond", "shard_map", *REMAT_CALLS)
 
 
 def round_operands(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
-    """The operands of a step, with those rounded that the plan marks. A step with inner plans uses separate seeds."""
+    """The operands of a step, rounded if the plan marks them. A step with inner plans uses separate seeds."""
     spec = step.choice.spec
     if spec is None or not any(step.rounds):
         return args

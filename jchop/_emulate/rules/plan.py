@@ -97,7 +97,7 @@ def _sum_facts(step: EmulatedStep) -> EmulatedStep:
 
 
 def _factorization_facts(step: EmulatedStep) -> EmulatedStep:
-    """A matrix, or a batch of matrices. The carrier computes what `linalg.py` has no algorithm for."""
+    """A matrix, or a batch of matrices. The carrier computes factorizations that `linalg.py` has no algorithm for."""
     params, shape = step.eqn.params, step.eqn.invars[0].aval.shape
     square, pivoting = shape[-1] == shape[-2], params.get("pivoting", False)
     if (step.name == "lu" and not square) or (step.name == "qr" and (pivoting or shape[-2] < shape[-1])):
@@ -228,7 +228,7 @@ def _check_dtypes_of_step(step: EmulatedStep, spec: Spec | None, variables: Iter
             raise ValueError(f"{error}; {why}") from None
 
 
-#: Kinds whose results the carrier computes, and those of their primitives whose results are exact.
+#: Kinds whose results the carrier computes, and kinds of primitives whose results are exact.
 _DOUBLE_ROUNDING = frozenset(("elementary", "neighbour", "accumulating", "complex sum", "carried", "made"))
 _EXACT_IN_CARRIER = frozenset(
     ("bitcast_convert_type", "ceil", "floor", "iota", "reduce_precision", "rem", "round", "sign")
@@ -329,7 +329,7 @@ class EmulationPlanner(Planner):
         return step if step.kind == "control" else _with_wide_results(step)
 
     def _choose(self, eqn: Any, scope: str) -> rules.ArithmeticChoice:
-        """The arithmetic of an equation. One without a line of its own has that of the call that holds it."""
+        """The arithmetic of an equation. One without a line of its own has the arithmetic of the call that holds it."""
         if self.settings.has_lines:
             self._line = source_line_of(eqn.source_info, self._call_line)
         return self.settings.choose(eqn.primitive.name, scope, self.used, self._line)
@@ -441,7 +441,7 @@ def _copy_constant_results(jaxpr: Any) -> Any:
 
 
 def _literals_at_limits(eqn: Any, spec: Spec | None) -> Any:
-    """An equation whose literals at limits of the carrier are at those of the format."""
+    """An equation whose literals at limits of the carrier are at the limits of the format."""
     operands = list(eqn.invars)
     for i, v in enumerate(operands):
         if spec is not None and isinstance(v, Literal) and rules.is_carrier_float(v.aval):
@@ -459,7 +459,7 @@ def _fact_of(v: Any, env: dict[Any, rules.ValueFact], spec: rules.ValueFact) -> 
 
 
 def _with_wide_results(step: EmulatedStep) -> EmulatedStep:
-    """A step under the rule "wide": nothing that it gives is rounded later. What it only moves keeps a known spec."""
+    """A step under the rule "wide": nothing that it gives is rounded later. Moved values keep a known spec."""
     moves = step.kind in ("structural", "extremum")
     facts = (
         rules.WIDE if rules.is_number(v.aval) and not (moves and fact) else fact

@@ -257,7 +257,7 @@ NARROW_TREATMENTS = ("raise", "carrier")
 class ArithmeticChoice:
     """The arithmetic of one equation: the spec of its results, and the rule of sums. None: the carrier's.
 
-    A function replaces the primitive. Without `rounds_operands`, operands are taken as they are: in the functions of
+    A function replaces the primitive. Without `rounds_operands`, operands are taken as they are. In the functions of
     `jchop.math` all of them are rounded already, or are meant to be exact, such as counts. With `wide`, the operations
     that read the results do not round them either.
     """

@@ -269,7 +269,7 @@ class EmulatedStep(step.ProgramStep):
 
     def alike(self, other: Any) -> bool:
         """Whether a step of an equal equation has the same arithmetic; the steps of their programs aside."""
-        draws = (each.draw and (each.draw.leaves, each.draw.calls) for each in (self, other))  # what a run reads
+        draws = (each.draw and (each.draw.leaves, each.draw.calls) for each in (self, other))  # data that a run reads
         mine, its = ((each.choice, each.rounds, each.apart, next(draws)) for each in (self, other))
         return super().alike(other) and mine == its
 

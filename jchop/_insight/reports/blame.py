@@ -53,8 +53,8 @@ class BlameRow(PlacedRow):
     Args:
         scope: the path of `jax.named_scope` and `jax.jit` names; empty outside of all.
         primitive: its name. ``"argument [0]['w']"`` is an argument that is rounded on entry. ``"constant"`` is a
-            constant that is rounded on entry: where it is moved or enters a call, branch or loop, or where it overflows
-            or becomes zero. Another constant of an operation belongs to the operation.
+            constant that is rounded on entry. It is rounded where it is moved or enters a call, branch or loop, or
+            where it overflows or becomes zero. Another constant of an operation belongs to the operation.
         spec: the rounding of the results, as text.
         equations: their number in the program.
         results: the count of results, in all turns of loops.
@@ -90,7 +90,7 @@ class Blame(PictureReport):
     """The result of `jchop.EmulatedFunction.blame`; its ``str`` is a table.
 
     Args:
-        rows: the rows, the largest gain first, then those without one, the largest contribution first. Their
+        rows: the rows, the largest gain first, then rows without one, the largest contribution first. Their
             contributions and ``unexplained`` add up to ``error``.
         error: the output of the emulated program minus the output of the program in the carrier.
         value: the output of the emulated program; NaN for arrays without ``output=``.

@@ -55,7 +55,7 @@ _SCATTER_SUMS = frozenset(("scatter-add", "scatter-sub"))
 _TERM_SUMS = frozenset(("reduce_sum", "cumsum", "reduce_window_sum", "psum", "psum_invariant")) | _SCATTER_SUMS
 #: Sums of products.
 _PRODUCT_SUMS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"))
-#: The equations whose digits are compared with those of their operands.
+#: The equations whose digits are compared with the digits of their operands.
 _CANCELLATION_OPS = _TERM_SUMS | _PRODUCT_SUMS | {"add", "sub", "div"}
 #: The kinds of equations that round nothing, or the exact result.
 _EXACT_KINDS = SILENT_KINDS | {"exact", "power"}
@@ -175,14 +175,14 @@ def significant_digits(
 
     The program runs `samples` times with stochastic rounding, each time with other draws. Let m be the mean and s the
     standard deviation of N samples. Then log10(√N·abs(m) / (τ·s)) digits are common to the samples and the exact
-    result, with the given confidence. τ is the quantile of Student's distribution with N - 1 degrees of freedom: 4.303
+    result, with the given confidence. The quantile of Student's distribution with N - 1 degrees of freedom is τ: 4.303
     for N = 3 and 0.95. The method is CESTAC (J. Vignes, "Discrete stochastic arithmetic for validating results of
     numerical software", Numerical Algorithms 37, 2004). It assumes that the rounding errors are small against the
     values. Read less than one digit as none, and look at `instabilities`. The samples do not show a bias that all of
     them share, as the truncation error of a method.
 
     Every sample has its own branches and turns of loops. The operations run one after the other, outside of `jax.jit`.
-    Those inside `jax.shard_map` run for all shards at once.
+    Operations inside `jax.shard_map` run for all shards at once.
 
     Args:
         fun: a function that JAX can trace. It runs in float64 with every operation rounded to `spec`; its float
@@ -301,7 +301,7 @@ def _measure_digits(
 
 
 def _check_carrier_digits(plan: ProgramPlan) -> None:
-    """Refuses operations whose results in the carrier have no bits below those of the format, so that nothing draws."""
+    """Refuses operations whose results in the carrier have no bits below the format's, so that nothing draws."""
     for step in plan.walk():
         spec = step.choice.spec
         if spec is None or not spec.rounding.stochastic or not isinstance(spec.format, FloatFormat):
@@ -406,7 +406,7 @@ class _SampleRun(LaneRunner):
         ]
 
     def rounded_operands(self, step: EmulatedStep, seeds: SampleSeeds, args: list[ValueSamples]) -> list[ValueSamples]:
-        """The operands of an equation that holds programs, with those rounded that the plan marks."""
+        """The operands of an equation that holds programs; the operands that the plan marks are rounded."""
         return list(map(self._by_lane, self._run_each(partial(round_operands, step), seeds, args)))
 
     def run(self, part: EmulatedStep, seeds: SampleSeeds, args: list[ValueSamples]) -> list[ValueSamples]:

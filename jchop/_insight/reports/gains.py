@@ -121,7 +121,7 @@ def what_if(
 ) -> WhatIf:
     """Measures the error of an emulated program without the roundings of each of its parts.
 
-    For each part the program runs again. There the results of this part are those of the carrier, and no operation that
+    For each part the program runs again. There this part gives its results in the carrier. No operation that
     reads them rounds them, as under the rule ``"wide"`` of `jchop.emulate`. Each run has its own path through loops and
     branches. The error is the result minus the result in the carrier.
 

@@ -58,7 +58,7 @@ class PlacedRow:
 
 
 def emulated_call(name: str, fun: Any, args: tuple[Any, ...], kwargs: Any) -> tuple[EmulatedFunction, tuple[Any, ...]]:
-    """An emulated function and its arguments; those of a method begin with its object."""
+    """An emulated function and its arguments; the arguments of a method begin with its object."""
     fun, args = unbind_method(fun, args)
     check_instance(name, fun, EmulatedFunction, "a function that jchop.emulate returned")
     if not args and not kwargs:
@@ -102,7 +102,7 @@ class ReportRow(PlacedRow):
         results: the count of their results in a run; for a `while` loop, in one turn.
         source: file and line of the equations, as ``"folder/model.py:12"``: the innermost line outside of JAX and
             jchop. For a function of JAX, the line of its call.
-        overflows: results that are finite without rounding, and infinite or NaN here. Also those that saturate or wrap:
+        overflows: results that are finite without rounding, and infinite or NaN here. Also ones that saturate or wrap:
             beyond the largest or the lowest value of the format by more than half its step there. This and the next
             fields are set only with ``trace_values=True``.
         underflows: results that are not zero without rounding, and zero here.

@@ -31,7 +31,7 @@ from jchop._program.lanes import ShardAxes, bind_shards, same_bits, shard_row, w
 from jchop._program.run import is_foreign_primitive
 from jchop._program.step import is_reference
 
-#: Takes the cotangents of results to those of operands; None stands for zeros.
+#: Takes the cotangents of results to the cotangents of operands; None stands for zeros.
 Pullback = Callable[[list[Any]], Sequence[Any]]
 #: A secant replaces the mean of two derivatives if an operand differs by more than this part of itself.
 _FAR_OPERANDS = 2.0**-6
@@ -126,7 +126,7 @@ class Tape(PairedRun):
 
     def _with_literal_nodes(self, step: EmulatedStep, seeds: LaneSeeds, args: list[ValuePair]) -> list[ValuePair]:
         """The operands of arithmetic; a literal whose rounding overflows or gives zero has a share of its own."""
-        if step.kind in SILENT_KINDS:  # whose share is that of its literals
+        if step.kind in SILENT_KINDS:  # whose share is the share of its literals
             return args
         args = list(args)
         for i, low, _ in self.literals_out_of_range(step, seeds, args):
@@ -371,7 +371,7 @@ def _secant_weights(
 ) -> list[Any]:
     """For each result, twice the weight of the first of two choices beside the second, with which they are a secant.
 
-    Such weights exist for a maximum: its change lies between those of the operands that the two programs choose.
+    Such weights exist for a maximum: its change lies between the changes of the operands that the two programs choose.
     """
     changes = tuple(map(_finite_change, *sides))
     slopes = (jax.jvp(end, tuple(side), changes)[1] for end, side in zip(ends, sides, strict=True))
@@ -383,10 +383,10 @@ def _secant_weights(
 
 
 def _sort_moves(equation: _EquationFacts, x: Any, y: Any) -> list[Callable[[Any], list[Any]]]:
-    """Two moves of the operand of a sort or `top_k`, between whose changes that of each result lies.
+    """Two moves of the operand of a sort or `top_k`, between whose changes lies the change of each result.
 
-    Of the operands that have the places up to k in the carrier, the last in the emulated order; and of those that have
-    the places from k on, the first. Both are the result at place k if no operands change places.
+    One gives the last in the emulated order of the operands with the places up to k in the carrier. The other gives the
+    first of the operands with the places from k on. Both are the result at place k if no operands change places.
     """
     params, top = dict(equation.params), equation.primitive.name == "top_k"
     axis = params["axis" if top else "dimension"] + len(equation.axes)
@@ -410,7 +410,7 @@ def _with_secants(
     """The cotangents of operands, with finite ones in place of infinite ones and NaN where those can be had.
 
     Operands that are equal at both ends change no result: theirs are 0. Of an elementwise equation the others have
-    secants: the operands move from one end to the other one by one, in both orders, and each has the mean of its two
+    secants. The operands move to the other end one by one, in both orders, and each has the mean of its two
     changes of the result. These always add up to the whole change.
     """
     pairs = [(low[i], wide[i]) for i in equation.operand_places]
@@ -488,7 +488,7 @@ def _add_share(share: ErrorShare, node: TapeNode, turn: tuple[int, ...]) -> None
 
 
 def _rounding_error(low: Any, exact: Any) -> np.ndarray:
-    """Their difference in float64, which holds that of two numbers of float32 almost always, to half a unit else."""
+    """Their difference in float64: exact for two numbers of float32 almost always, to half a unit else."""
     low, exact = as_double_precision(low), as_double_precision(exact)
     is_equal = (low == exact) | (np.isnan(low) & np.isnan(exact))
     with np.errstate(invalid="ignore"):

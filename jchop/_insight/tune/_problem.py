@@ -34,7 +34,7 @@ def _norm_of_leaves(values: list[np.ndarray]) -> float:
     return math.sqrt(math.fsum(float(np.sum(np.abs(x) ** 2)) for x in values))
 
 
-#: Of the errors of all numbers of a result, and the result: the norm over that of the result, the norm, the largest.
+#: Of the errors of all numbers of a result, and the result: the norm over the result's norm, the norm, the largest.
 ERROR_METRICS: dict[str, Callable[[list[np.ndarray], list[np.ndarray]], float]] = {
     "relative": lambda errors, exact: _norm_of_leaves(errors) / (_norm_of_leaves(exact) or 1.0),
     "absolute": lambda errors, exact: _norm_of_leaves(errors),
@@ -99,10 +99,10 @@ class TuningSite:
         path: their scope, and by equation the primitive; ``"/"`` is the scope outside of all.
         pattern: of the rule.
         equations: their number.
-        results: the count of results, those of all turns of scans.
+        results: the count of results, with all turns of scans.
         bits: the bits of a result in the carrier.
         pairs: their scopes and primitives.
-        sums: those of sums.
+        sums: the scopes and primitives of sums.
     """
 
     path: str
@@ -301,8 +301,8 @@ def make_tuning_problem(
     """The problem, and the cases of the inputs held out.
 
     Raises:
-        ValueError: for a function without operations that make errors, or whose operations depend on the input, and by
-            name of a metric for a result without a finite number.
+        ValueError: for a function without operations that make errors, or whose operations depend on the input. By
+            name of a metric, for a result without a finite number.
     """
     mark = next(choice.spec for choice in menu if choice.spec is not None)
     programs = ProgramCache(fun, Settings(mark, (), None, "raise", max_turns))

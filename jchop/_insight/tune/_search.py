@@ -57,8 +57,8 @@ class AssignmentSearch:
     def run(self) -> Trial | None:
         """The cheapest assignment found within the tolerance; None if there is none.
 
-        From the uniform assignment of the smallest error, and from the cheapest feasible uniform one, the search lowers
-        the site with the least error per saved cost, as long as the tolerance allows; then it exchanges pairs.
+        The search starts from the uniform assignment of the smallest error, and from the cheapest feasible one. It
+        lowers the site with the least error per saved cost, as long as the tolerance allows; then it exchanges pairs.
         """
         self._end = None if self.seconds is None else time.monotonic() + self.seconds
         try:
@@ -176,7 +176,7 @@ class AssignmentSearch:
         pairs = [(one, two) for one in moves for two in moves if one[0] < two[0]]
         assignments = [self._neighbour(current, *change) for change in [*((move,) for move in moves), *pairs]]
         costs = [(self.cost(assignment), assignment) for assignment in assignments]
-        # Those that save little are the likeliest to be allowed; what they save adds up.
+        # Options that save little are the likeliest to be allowed; their savings add up.
         for _, assignment in sorted(
             (pair for pair in costs if pair[0] < current.cost), key=lambda pair: (-pair[0], pair[1])
         ):
@@ -198,7 +198,7 @@ def pareto_front(trials: Iterable[Trial]) -> list[Trial]:
 def front_of_sums(costs: Sequence[Sequence[float]], errors: Sequence[Sequence[float]]) -> list[Trial]:
     """The front of assignments whose costs and errors are sums over the sites.
 
-    Site by site, each assignment so far is joined with each level, and those that another one beats are left out: a
+    Site by site, each assignment so far is joined with each level. Assignments that another one beats are left out: a
     part of the best whole is the best part of its cost. So the front is exact, for any number of sites.
 
     Args:

@@ -4,8 +4,8 @@ All real numbers are float64, and each site rounds its operands and its results 
 Operations that `emulate` leaves to the carrier take and give numbers of the carrier. The results have the bits of
 `emulate` with the same formats, but for subnormal numbers of the carrier, which devices read as zero.
 
-A format is a row of integers. Rounding works on the bits of float64, which holds all values of the formats of
-`is_spec_traceable` and, to more than twice their digits, all sums, products, quotients and roots of these. So the
+A format is a row of integers. Rounding works on the bits of float64. It holds all values of the formats of
+`is_spec_traceable`. To more than twice their digits it holds all sums, products, quotients and roots of these. So the
 result of one operation in float64, rounded once more, is the exact result rounded once (S. A. Figueroa, "When is double
 rounding innocuous?", SIGNUM Newsletter 30(3), 1995).
 """
@@ -38,7 +38,7 @@ from jchop.formats import FloatFormat
 from jchop.formats._catalogue import bfloat16, binary16, binary32
 from jchop.formats.rounding import Overflow, Rounding
 
-#: The most significant bits: 2 p + 2 are at most those of float64.
+#: The most significant bits: 2 p + 2 are at most the significant bits of float64.
 _MOST_PRECISION = (FLOAT64.fraction + 1 - 2) // 2
 #: Products of the smallest values, and of the largest, are normal numbers of float64.
 _LEAST_EXPONENT, _MOST_EXPONENT = -500, 500
@@ -59,7 +59,7 @@ def is_spec_traceable(spec: Spec | None) -> bool:
 def format_row(spec: Spec) -> np.ndarray:
     """A format as int64[5]: precision, smallest exponent, bits of the largest value, and the bits of results beyond it.
 
-    The last two are the magnitude of a finite value beyond the largest one, and that of an infinity.
+    The last two are the results of a finite value beyond the largest one, and of an infinity.
     """
     fmt = spec.format
     assert isinstance(fmt, FloatFormat)
@@ -322,7 +322,7 @@ def _tunable_elementary(run: _LevelRunner, step: EmulatedStep, site: int, args: 
 
 
 def _tunable_sum(run: _LevelRunner, step: EmulatedStep, site: int, args: list[Any]) -> list[Any]:
-    """The carrier's sum, or that of the site's rule of sums."""
+    """The carrier's sum, or the sum of the site's rule."""
     highest = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
     params = {"precision": highest} if "precision" in step.eqn.params else {}
     rules = [choice.accumulate for choice in run.menu]
@@ -363,7 +363,7 @@ _TUNABLE_BY_KIND: dict[str, Callable[[_LevelRunner, EmulatedStep, int, list[Any]
 
 @dataclass
 class _RowSteps:
-    """The arithmetic of the algorithms of linear algebra, as `Steps` has it; those of `_TUNABLE_LINALG` use no more."""
+    """The arithmetic of the algorithms of linear algebra, as `Steps` has it; `_TUNABLE_LINALG` uses no more."""
 
     round: Callable[[Array], Array]
 

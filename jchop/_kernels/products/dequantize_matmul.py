@@ -68,8 +68,8 @@ class DequantizeMatmulTpuTiling(Tiling):
     Args:
         block_m: rows of a tile of the product: all, or a multiple of 8.
         block_n: bytes of codes across it, which is the number of columns of each part of W: all, or a multiple of 128.
-        block_k: rows of W on chip at a time: all; or a multiple of 128 that holds a multiple of 8 whole groups, or
-            that divides a group.
+        block_k: rows of W on chip at a time. All, or a multiple of 128 that holds a multiple of 8 whole groups, or
+            one that divides a group.
     """
 
     block_m: int
@@ -155,7 +155,7 @@ class DequantizeMatmulGpuTiling(Tiling):
     def for_shape(cls, problem: DequantizeMatmulProblem) -> DequantizeMatmulGpuTiling:
         """The heuristic.
 
-        With few rows, reading codes takes the time: a tile is wide enough for whole memory sectors, and k is split
+        With few rows, reading codes takes the time. A tile is wide enough for whole memory sectors, and k is split
         until the programs fill the chip. With many rows, a large tile decodes each code for more rows, and sums of
         stretches would cost more than idle multiprocessors.
         """
@@ -240,7 +240,7 @@ def dequantize_matmul(
     Args:
         x: (..., k), float32 or bfloat16.
         codes: (k, ceil(n * bits / 8)) uint8. Code j of a row occupies the bits [bits * j, bits * (j + 1)) of the row
-            read as a little-endian number: low nibble first for 4 bits.
+            read as a little-endian number. For 4 bits the low nibble is first.
         scales: (ceil(k / group), n), float32 or bfloat16.
         format: the format of the codes: floating-point, fixed-point, integer or a codebook, of 2, 4 or 8 bits.
         group: the number of consecutive rows of W that share a scale; the last group may be smaller.

@@ -31,7 +31,7 @@ class MatmulTpuTiling(Tiling):
         block_m: rows of an output tile, a multiple of `rows`.
         block_n: its columns, a multiple of 128.
         block_k: length of the part of the inner dimension on chip at a time, a multiple of 128.
-        rows: rows of the chunk of a tile that stays in registers through those steps, a multiple of 8.
+        rows: rows of the chunk of a tile that stays in registers through these steps, a multiple of 8.
     """
 
     block_m: int
@@ -50,7 +50,7 @@ class MatmulTpuTiling(Tiling):
         """The heuristic.
 
         A step of an elementwise order takes tens to hundreds of vector operations for each element, so arithmetic
-        limits it for every tile; a wide chunk shares the broadcast of its column of `a`. For a matrix unit, nearly
+        limits it for every tile. A wide chunk shares the broadcast of its column of `a`. For a matrix unit, nearly
         square tiles are best.
         """
         units = spec.order.kind == "matrix_unit"
@@ -77,7 +77,7 @@ class MatmulGpuTiling(Tiling):
     Args:
         block_m: rows of an output tile, a power of two (at least 16 for ``matrix_unit``).
         block_n: its columns, likewise.
-        block_k: longest part of a block that one tile product of ``matrix_unit`` takes, likewise; in the other orders,
+        block_k: longest part of a block that one tile product of ``matrix_unit`` takes, likewise. In the other orders,
             the number of products that a step loads together.
         num_warps: warps of 32 threads in a program, a power of two.
         num_stages: the number of loads of a ``matrix_unit`` block that may be in flight.
@@ -97,7 +97,7 @@ class MatmulGpuTiling(Tiling):
         """The heuristic: the largest tile of a list that gives work to every multiprocessor.
 
         The accumulator and the temporaries of a step must stay in registers. That allows 8 elements for each thread (4
-        for float64, and in pairwise order, which also keeps a partial sum of every level); for ``matrix_unit`` 32, or
+        for float64, and in pairwise order, which also keeps a partial sum of every level). With ``matrix_unit``: 32, or
         16 if its sums may need integer arithmetic.
         """
         tiles = _matmul_gpu_tiles(plan)
@@ -153,7 +153,7 @@ _NARROW_OPERANDS = {
 def dot_operand(plan: MatmulPlan, types: tuple[str, ...] = tuple(_NARROW_OPERANDS)) -> str:
     """The narrowest type of operand (a dtype, or ``"tf32"``) that holds every operand, else the carrier's name.
 
-    Products of such operands are exact in float32, and a matrix unit sums them in float32. That is the carrier's dot,
+    Products of these operands are exact in float32, and a matrix unit sums them in float32. That is the carrier's dot,
     much faster than with operands of 24 bits.
     """
     if plan.carrier.name == "float32":
@@ -205,7 +205,7 @@ def add_aligned_block(
     Args:
         sums: c, and the total if the order promotes.
         lhs: significand and exponent of the left factor of each product.
-        rhs: those of the right factors.
+        rhs: likewise, of the right factor.
         plan: the arithmetic.
         draw: the random words of the tile, if it draws.
         block: int32 scalar.

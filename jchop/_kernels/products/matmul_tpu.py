@@ -255,7 +255,7 @@ def _tpu_sum_in_pairs(run: _MatmulTpuRun, *stack: Any) -> None:
 def _tpu_sum_of_dots(run: _MatmulTpuRun, partial: Any) -> None:
     """`partial` holds the dot of a block, which is then added chunk by chunk.
 
-    If a block is smaller than this part of the inner dimension, the other factors are replaced by zeros, whose products
+    If a block is smaller than this part of the inner dimension, the other factors are replaced by zeros. Their products
     add nothing: a matrix unit computes 128 or more products in the time of a few.
     """
     is_narrow = dot_operand(run.plan, ("bfloat16",)) == "bfloat16"

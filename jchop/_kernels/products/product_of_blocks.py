@@ -22,7 +22,7 @@ _ZERO_POINTS = (("w_zero", "x_sum"), ("x_zero", "w_sum"))
 def named_parts(x: Array, w: Array, names: Sequence[str], parts: Sequence[Array], block: int) -> dict[str, Array]:
     """The parts by name, with the sums of elements that zero points of the other operand are multiplied by, int32.
 
-    The sum of (a - z_a)(b - z_b) is that of a b, minus z_b times the sum of a, minus z_a times the sum of b - z_b.
+    The sum of (a - z_a)(b - z_b) is the sum of a b, minus z_b times the sum of a, minus z_a times the sum of b - z_b.
     """
 
     def block_sums(v: Array) -> Array:
@@ -42,7 +42,7 @@ def named_parts(x: Array, w: Array, names: Sequence[str], parts: Sequence[Array]
 
 
 def subtract_zero_points(term: Array, parts: Mapping[str, Any]) -> Array:
-    """The sum of the products of numbers of a block, float32, from that of its elements."""
+    """The sum of the products of numbers of a block, float32, from the sum of the products of their elements."""
     for zero, sums in _ZERO_POINTS:
         if zero in parts:
             term = term - parts[zero] * parts[sums]
@@ -130,7 +130,7 @@ class ProductOfBlocksHopperTiling(Tiling):
     def for_shape(cls, shape: Sequence[int], n: int, block: int, *, is_integer: bool) -> ProductOfBlocksHopperTiling:
         """The heuristic: tiles as large as registers and shared memory allow.
 
-        Registers hold the sum of a tile, and unless one unit sums all, that of a step.
+        Registers hold the sum of a tile. Unless one unit sums all, they hold the sum of a step, too.
 
         Args:
             shape: (batch, rows, numbers of the sum) of the left operand.
@@ -183,7 +183,7 @@ _LONGEST_INT8_BLOCK = (2**31 - 1) // 2**14
 _MIN_TPU_PRODUCT_BLOCK, _MAX_TPU_PRODUCT_BLOCK = 8, 512
 #: Hopper and Ada have units for float8; the compiler knows no e4m3 for older GPUs.
 _INT8_CAPABILITY, _FLOAT8_CAPABILITY = 8.0, 8.9
-#: Those of Hopper, and the sizes that its kernel copies: rows of each operand, and numbers of the sum.
+#: The capabilities of Hopper and Blackwell, and sizes that Hopper's kernel copies: rows of each operand, and numbers.
 _HOPPER_CAPABILITY, _BLACKWELL_CAPABILITY = 9.0, 10.0
 _HOPPER_UNITS = {"m": 8, "n": 64, "k": 128}
 #: Fewer rows leave most of a tile empty.

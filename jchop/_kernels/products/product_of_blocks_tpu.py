@@ -2,7 +2,7 @@
 
 The grid runs over rows, columns and, innermost, steps along the sum; the sums of a tile stay in scratch until they are
 complete. A step takes several whole blocks. A block of fewer numbers than a register has lanes is multiplied with zeros
-in place of its neighbours, which takes the matrix unit no longer.
+in place of its neighbours. This takes the matrix unit no longer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def tpu_product_of_blocks(
         w: (batch, n, k), likewise.
         parts: of each operand the scales and the zero points, (batch, rows, blocks), or (batch, rows, 1) if they are
             one along the sum.
-        names: what they are, of "x_scale", "w_scale", "x_zero", "w_zero".
+        names: the name of each part, of "x_scale", "w_scale", "x_zero", "w_zero".
         block: the length of a block, a power of two.
         dtype: of the result.
         apart: used by the body only.
@@ -87,7 +87,7 @@ def tpu_product_of_blocks(
         (w, grid.blocks("bjt", None, tiling.block_n, tiling.block_k)),
     ]
     for name, part in parts_by_name.items():
-        # (batch, steps, m, blocks) of x, (batch, steps, blocks, n) of w; one along the sum is that of a single step.
+        # (batch, steps, m, blocks) of x, (batch, steps, blocks, n) of w; one along the sum is as for a single step.
         step, count = ("t", steps) if changes[name] else ("one", 1)
         if changes[name]:
             part = jnp.pad(part, ((0, 0), (0, 0), (0, steps * blocks - part.shape[2])))

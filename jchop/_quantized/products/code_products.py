@@ -1,4 +1,4 @@
-"""Products of codes beside those of matrices: convolutions, rows by experts, and packed weights."""
+"""Products of codes beside products of matrices: convolutions, rows by experts, and packed weights."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from jchop.formats import CodebookFormat, FloatFormat, UniformFormat
 #
 # An image is (n, *space, channels), a kernel (*places, groups, rows, channels of a group). A sum runs over the places
 # of the kernel in their order, then over the channels of a group. If scales change along it, the windows of the image
-# are rows of a matrix, and the product is that of matrices. So it is for GPUs, whose units have no convolution of
+# are rows of a matrix, and the product is one of matrices. So it is for GPUs, whose units have no convolution of
 # int8 with int32 sums, and for kernels of more than 1,024 places. Else it is one convolution, by channels: on CPUs of
 # float32 numbers, of so many channels at a time that a sum of integers is exact.
 #
@@ -77,7 +77,7 @@ class ConvGeometry:
         return tuple(max((size - span) // step + 1, 0) for size, span, step in every)
 
     def backward(self, space: Sequence[int], places: Sequence[int]) -> ConvGeometry:
-        """That of the derivative with respect to the image: of the gradient as an image under the mirrored kernel."""
+        """The geometry of the derivative by the image: the gradient as an image under the mirrored kernel."""
         padding = []
         for n, size, k, step, (low, _), gap, kernel_gap in zip(
             space, self.windows(space, places), places, self.strides, self.padding, self.image_gaps, self.kernel_gaps,
@@ -345,7 +345,7 @@ class ExpertSums(MatrixSums):
         return a.shape[0], b.shape[1]
 
     def dot(self, a: Array, b: Array, dtype: Any) -> Array:
-        """The sums of products of elements: by the units of a device that has such a product."""
+        """The sums of products of elements: by the units of a device that has this product."""
         # The kernel of TPUs takes no integers under a precision.
         precision = None if a.dtype.itemsize == 1 else lax.Precision.HIGHEST
         return lax.ragged_dot(a, b.swapaxes(1, 2), self.sizes, precision=precision, preferred_element_type=dtype)
@@ -370,7 +370,7 @@ class ExpertSums(MatrixSums):
         return lax.fori_loop(0, self.experts, add_expert, start)
 
     def left(self, rows: Array) -> Array:
-        """Of a row, and zero for those of no expert."""
+        """The values of rows as a column, with zero for rows of no expert."""
         return jnp.where(self.inside, rows, jnp.zeros((), rows.dtype))[:, None]
 
     def right(self, rows: Array) -> Array:
@@ -558,8 +558,8 @@ def _multiply_by_panels(x: CodedArray, w: CodedArray, leading: bool, dtype: Any)
 def _panel_reader(w: CodedArray, leading: bool, dtype: Any) -> tuple[int, Callable[[Any, int], list[Array]]]:
     """How many elements share a byte, and a function of a place along the sum and a number of elements there.
 
-    The function gives these as floats, (size, n) or (n, size): one array for each place in a byte, since to put them
-    side by side takes longer than to multiply them apart.
+    The function gives these as floats, (size, n) or (n, size), in one array for each place in a byte. To put them side
+    by side takes longer than to multiply them apart.
     """
     axis, qarray, carrier = 0 if leading else 1, w.qarray, FLOAT32
     if qarray is None:

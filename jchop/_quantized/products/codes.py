@@ -4,10 +4,10 @@ The sum. K numbers are summed over, in blocks in which neither operand's scale c
 
     block   S_g = sum of (e_x - z_x) (e_w - z_w), an exact integer if both are integers of at most 8 bits; else the sum
             that `jax.lax.dot_general` gives for float8 operands, or for both in float32, with float32 sums; in the
-            kernel of Hopper GPUs that of the unit for up to 256 products of float8, these sums added in float32
-    scaled  t_g = S_g, times the scale of x if that changes along the sum, times that of w likewise
+            kernel of Hopper GPUs the unit's sum of up to 256 products of float8, these sums added in float32
+    scaled  t_g = S_g, times the scale of x if that changes along the sum, times the scale of w likewise
     sum     y = ((t_0 + t_1) + t_2) + ..., from the first block to the last
-    scales  times the scale of x if it is one along the sum, times that of w likewise
+    scales  times the scale of x if it is one along the sum, times the scale of w likewise
 
 Every line is rounded to nearest in float32 (float64 for results of that dtype); the result is rounded to its dtype.
 Zero points are within the range of the codes, as `quantize` fits them. So the sum of integers has one value on every
@@ -59,7 +59,7 @@ class CodedArray:
         zero: of each element, int32; None if all are zero.
         block: how many numbers along the sum have one scale; None for all.
         qarray: the array itself, if it has not been moved since.
-        shift: what is added to its elements to get these.
+        shift: the number added to the elements of `qarray` to get these.
     """
 
     elements: Array
@@ -93,10 +93,10 @@ class CodedArray:
 
 
 def check_code_format(field: str, spec: Spec, where: Any, instead: str = "leave product='codes' out") -> None:
-    """Refuse a format whose elements are not multiplied; the error says what to do `instead`.
+    """Refuse a format whose elements are not multiplied; the error ends with `instead`, the change that works.
 
     Raises:
-        ValueError: that names the field and what is allowed.
+        ValueError: that names the field, its value and the reason.
     """
     if why := why_no_codes(spec):
         raise ValueError(f"{field}={str(spec)!r} of the {where}: {why}, so its codes cannot be multiplied; {instead}")
@@ -134,8 +134,8 @@ def encode_operand(operand: Array, spec: Spec | None, key: Array | None = None) 
 def expand_codes(q: QArray, numbers: Array | None = None) -> CodedArray:
     """The elements, scales and zero points of a stored array, repeated for each element.
 
-    If its `numbers` are given and its elements have no NaN, the scale of a group with a NaN is NaN; without scales, 1
-    or NaN for all.
+    If its `numbers` are given and its elements have no NaN, the scale of a group with a NaN is NaN. An array without
+    scales then has the scale 1, or NaN for all.
     """
     _codes.check_code_dtype(q.qvalue, q.spec.element)
     with jax.named_scope(JCHOP_SCOPE):  # `emulate` rounds no scale
@@ -231,7 +231,7 @@ def restore_param_axes(q: QArray, layout: OperandLayout, shape: tuple[int, ...])
     """A packed parameter with the axes that it had before it was laid out; None if that would split groups.
 
     Then no transpose stands between its numbers and the product. A compiler may take a transpose into the product,
-    which then adds in another order than that of the rounded parameter in training.
+    which then adds in another order than the product of the rounded parameter in training.
     """
     order = (*layout.free, *layout.contracting)
     try:
@@ -408,7 +408,7 @@ def _multiply_blocks_body(
         w: elements (batch, n, k).
         parts: of each operand scales and zero points, (batch, rows, blocks), or (batch, rows, 1) if they are one along
             the sum.
-        names: what they are, of "x_scale", "w_scale", "x_zero", "w_zero".
+        names: the name of each part, of "x_scale", "w_scale", "x_zero", "w_zero".
         block: numbers of the sum in a block.
         dtype: of the result.
         apart: as in `MatrixSums`.

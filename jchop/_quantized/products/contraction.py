@@ -74,7 +74,7 @@ class ProductRoundings:
 
     @property
     def specs(self) -> tuple[Spec | None, ...]:
-        """Those of all operands."""
+        """The specs of all operands, forward and backward."""
         return self.left, self.right, self.gradient, self.input_gradient, self.weight_gradient
 
     @property
@@ -89,7 +89,7 @@ class ProductRoundings:
 
     @property
     def backward(self) -> bool:
-        """Whether the backward products differ from those of the rounded operands in the carrier."""
+        """Whether the backward products differ from the products of the rounded operands in the carrier."""
         return any(self.specs[2:]) or self.matmul is not None
 
     def rotation_of(self, which: Which) -> Hadamard | None:
@@ -133,7 +133,7 @@ class ProductRoundings:
 
 
 class OperandForms(NamedTuple):
-    """What a product is given beside its operands x and w.
+    """The inputs of a product beside its operands x and w.
 
     Args:
         key: a typed key if any rounding is stochastic. It is split into one for each rounding and each product.
@@ -277,7 +277,7 @@ _KEY_NAMES: tuple[str, ...] = (
 
 
 def _product_of_codes(product: AnyProduct, x: Array, w: Array, both: Any, extra: tuple[Array, ...]) -> Array:
-    """The product of the codes of rounded operands; its derivative is that of the product of their numbers."""
+    """The product of the codes of rounded operands; its derivative is as for the product of their numbers."""
     shapes, dtype = (x.shape, w.shape), _base_product(product).preferred_element_type or jnp.result_type(x, w)
 
     def run(values: list[Array], both: tuple[CodedArray, CodedArray]) -> Array:

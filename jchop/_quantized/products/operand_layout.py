@@ -436,7 +436,7 @@ def check_finite(value: Any, what: str) -> None:
     """Refuse to pack infinities and NaN, most of which codes have no place for; a tracer is let through.
 
     Raises:
-        ValueError: that counts them; `what` says whose numbers they are.
+        ValueError: that counts them; `what` names the array.
     """
     if isinstance(value, Tracer) or run_numpy(lambda: jnp.isfinite(value).all()):
         return

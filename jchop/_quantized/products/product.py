@@ -1,6 +1,6 @@
 """The two products of layers, and how each operand is laid out for a product and for its two backward products.
 
-Each is y = x w, linear in both: dx = g w is summed over the axes of y that come from w, dw = x g over those that come
+Each is y = x w, linear in both. Sum dx = g w over the axes of y that come from w, and dw = x g over axes that come
 from x.
 """
 
@@ -55,7 +55,7 @@ class OperandLayouts(NamedTuple):
 
 
 class _Product:
-    """What the products have in common."""
+    """The common part of the products."""
 
     @cached_property
     def forward(self) -> OperandLayouts:
@@ -118,7 +118,7 @@ class DotProduct(_Product):
         return self.forward
 
     def result_axes(self, side: int) -> dict[int, int]:
-        """The axes of the result, by those of an operand; of axes that are summed over, none."""
+        """The axes of the result, by the axes of an operand; axes that are summed over have none."""
         batch, rows = len(self.batch[0]), len(self.forward.left.free)
         start = rows - batch if side else 0
         return {axis: i if i < batch else start + i for i, axis in enumerate(self.forward[side].free)}
@@ -134,7 +134,7 @@ class DotProduct(_Product):
     def emulate(
         self, which: Which, left: Array, right: Array, shapes: OperandShapes, spec: MatmulSpec, key: Array | None
     ) -> Array:
-        """One of the products, in an emulated arithmetic; `shapes` are those of x and w."""
+        """One of the products, in an emulated arithmetic; `shapes` are the shapes of x and w."""
         layouts = self.layouts(which)
         arrays = layouts.left.lay(left), layouts.right.lay(right)
         x, y = (to_batched_matrices(CodedArray(v, None, None), len(self.batch[0])).elements for v in arrays)
@@ -143,7 +143,7 @@ class DotProduct(_Product):
         return self._result(which, emulated_matmul(x, y.swapaxes(1, 2), spec, key), shapes)
 
     def by_codes(self, which: Which, x: CodedArray, w: CodedArray, shapes: OperandShapes, dtype: Any) -> Array:
-        """One of the products, of codes in their layouts; `shapes` are those of x and w."""
+        """One of the products, of codes in their layouts; `shapes` are the shapes of x and w."""
         b, sums = len(self.batch[0]), MatrixSums()
         left, right = (to_batched_matrices(v, b) for v in (x, w))
         if which == "weight":
@@ -184,8 +184,8 @@ class DotProduct(_Product):
 class ConvProduct(_Product):
     """`jax.lax.conv_general_dilated`, with everything static about it.
 
-    A sum runs over the places of the kernel and the channels, so an image is laid out as (image, places and channels):
-    groups lie along its channels if their size divides the number of channels.
+    A sum runs over the places of the kernel and the channels. So an image is laid out as (image, places and channels).
+    Groups lie along its channels if their size divides the number of channels.
     """
 
     strides: tuple[int, ...]
@@ -243,7 +243,7 @@ class ConvProduct(_Product):
         return ConvGeometry(self.strides, self._pads(space, places), self.input_dilation, self.kernel_dilation)
 
     def by_codes(self, which: Which, left: CodedArray, right: CodedArray, shapes: OperandShapes, dtype: Any) -> Array:
-        """One of the products, of codes in their layouts; `shapes` are those of x and w."""
+        """One of the products, of codes in their layouts; `shapes` are the shapes of x and w."""
         x, w = ([shape[a] for a in s] for shape, s in zip(shapes, self.numbers[:2], strict=True))
         (n, channels, *space), (rows, inner, *places), groups = x, w, self.feature_groups
         geometry = self.geometry(space, places)
@@ -299,7 +299,7 @@ class RaggedProduct(_Product):
     def by_codes(
         self, which: Which, left: CodedArray, right: CodedArray, shapes: OperandShapes, dtype: Any, sizes: Array
     ) -> Array:
-        """One of the products, of codes in their layouts; `shapes` are those of x and w."""
+        """One of the products, of codes in their layouts; `shapes` are the shapes of x and w."""
         if which == "weight":
             return expert_weight_gradients(right, left, sizes, shapes[1][0], dtype)
         return multiply_codes(left, right, dtype, ExpertSums(sizes, left.elements.shape[0], shapes[1][0]))
@@ -328,13 +328,13 @@ class OperandSwap(_Product):
     def emulate(
         self, which: Which, left: Array, right: Array, shapes: OperandShapes, spec: MatmulSpec, key: Array | None
     ) -> Array:
-        """One of the products, in an emulated arithmetic; `shapes` are those of x and w."""
+        """One of the products, in an emulated arithmetic; `shapes` are the shapes of x and w."""
         return self.product.emulate(_SWAPPED[which], right, left, (shapes[1], shapes[0]), spec, key)
 
     def by_codes(
         self, which: Which, left: CodedArray, right: CodedArray, shapes: OperandShapes, dtype: Any, *extra: Array
     ) -> Array:
-        """One of the products, of codes in their layouts; `shapes` are those of x and w."""
+        """One of the products, of codes in their layouts; `shapes` are the shapes of x and w."""
         return self.product.by_codes(_SWAPPED[which], right, left, (shapes[1], shapes[0]), dtype, *extra)
 
 

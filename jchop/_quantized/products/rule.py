@@ -20,7 +20,7 @@ from jchop.formats import ElementFormat, ScaledFormat
 
 #: The fields of a rule that are specs.
 SPEC_FIELDS = ("weight", "activation", "output", "bias", "gradient", "input_gradient", "weight_gradient", "cache")
-#: What a rule's `operation` may select: the primitives of JAX by the names of their functions.
+#: The operations that a rule's `operation` may select: the primitives of JAX by the names of their functions.
 OPERATION_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "dot_general": "dot_general",
@@ -325,7 +325,7 @@ def multiplies_codes(rule: Rule) -> bool:
 
 
 def is_stochastic(spec: Spec | None) -> bool:
-    """Whether a rounding, or that of its cotangent, draws random bits."""
+    """Whether a rounding, or the rounding of its cotangent, draws random bits."""
     if spec is None:
         return False
     backward = spec.gradient.round
@@ -356,7 +356,7 @@ def exclusion_advice(paths: Iterable[str], before: Rule, fields: str = "") -> st
     return f"Put Rule({pattern!r}{fields}) before {before}: {reason}"
 
 
-#: One rule, several, or what `as_rule_tuple` makes them of.
+#: One rule, several, or an argument of `as_rule_tuple`, which makes them.
 RuleLike = Rule | SpecLike | Mapping[str, Any] | Iterable[Rule]
 
 
@@ -364,8 +364,8 @@ def as_rule_tuple(rules: Any) -> tuple[Rule, ...]:
     """One rule, or several, as a tuple.
 
     Args:
-        rules: rules; one spec of all weights; or a mapping of patterns of paths, each to a rule, the fields of one, the
-            spec of weights, or None.
+        rules: rules, or one spec of all weights. Or a mapping of patterns of paths, each to a rule, the fields of one,
+            the spec of weights, or None.
 
     Raises:
         TypeError, ValueError: for other values, or no rule.
@@ -396,7 +396,7 @@ def rule_of_entry(cls: Any, pattern: str, value: Any) -> Any:
 
 
 def refuse_idle_rules(idle: Sequence[Any], what: str, paths: Iterable[str], advice: str = "") -> None:
-    """Refuse rules that match nothing, if there are any; the error says what they could match."""
+    """Refuse rules that match nothing, if there are any; the error names paths that they could match."""
     if idle:
         hint = nearest_paths_hint([rule.path for rule in idle], paths)
         names = ", ".join(map(str, idle))

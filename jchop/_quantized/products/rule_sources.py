@@ -23,7 +23,7 @@ Fields = dict[str, Any]
 
 
 def _check_equal(holds: object, field: str, value: object, advice: str) -> None:
-    """Refuse a value of a field that rules have no equal for; the advice names what comes nearest."""
+    """Refuse a value of a field that rules have no equal for; the advice names the nearest one."""
     check(holds, f"{field}={short_repr(value)} has no equal in a rule of jchop; {advice}")
 
 
@@ -52,12 +52,12 @@ _QWIX_NOISE = {"uniform": ":stochastic", "low_bit_uniform": ":stochastic_b:rando
 
 
 def fields_of_qwix(rules: Any, scale: str | None = None, adapters: bool = False) -> list[Fields]:
-    """The fields of rules that do what rules of qwix do, in their order.
+    """The fields of rules with the effect of rules of qwix, in their order.
 
     Args:
         rules: rules, dicts with the same fields, or dicts around them.
         scale: the format of scales; None for binary32.
-        adapters: whether the fields are those of rules for adapters (`jchop.nn.LoraRule`).
+        adapters: whether the rules are for adapters (`jchop.nn.LoraRule`).
     """
     read = _qwix_adapters if adapters else partial(_qwix_rule, scale=scale)
     if isinstance(rules, Mapping):
@@ -91,7 +91,7 @@ def _qwix_path(given: Mapping[str, Any]) -> str:
 
 
 def _qwix_adapters(given: Mapping[str, Any]) -> Fields:
-    """The fields of a rule for adapters; what qwix rounds is read by `_qwix_rule`."""
+    """The fields of a rule for adapters; `_qwix_rule` reads the roundings of qwix."""
     path, a, b = _qwix_path(given), given.get("lora_a_initializer"), given.get("lora_b_initializer")
     check(given.get("rank") is not None, f"rank=None in the rule {short_repr(given)}: rules for adapters have a rank")
     products = {_QWIX_OPERATIONS.get(name) for name in as_iterable(given.get("op_names") or ("dot_general",))}
@@ -130,7 +130,7 @@ def _qwix_rule(given: Mapping[str, Any], scale: str | None) -> Fields:
         result["activation"] = _qwix_spec(rule, "act", "tile_size", scale, clipped)
     if rule["bwd_qtype"] is not None:
         return result | _qwix_backward(rule, scale)
-    # Without a type for gradients, backward products are those of the numbers before they are rounded.
+    # Without a type for gradients, backward products are products of the numbers before they are rounded.
     return result | (dict.fromkeys(("input_gradient", "weight_gradient"), "binary32") if trains else {})
 
 
@@ -205,7 +205,7 @@ def _fixed_spec(field: str, text: str, name: str, numbers: Sequence[Any]) -> str
 
 # == Hugging Face ======================================================================================================
 
-#: Fields that say how files are laid out, how codes were found or how a program runs, and not what is rounded.
+#: Fields for the layout of files, the search for codes or the run of a program, and not for roundings.
 _HF_OTHERS = (
     "quant_method", "version", "format", "fmt", "quantization_status", "global_compression_ratio", "producer",
     "checkpoint_format", "meta", "pack_dtype", "backend", "run_compressed", "damp_percent", "desc_act", "mse",
@@ -216,7 +216,7 @@ _HF_OTHERS = (
     "_load_in_4bit", "load_in_4bit", "_load_in_8bit", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage",
     "llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight", "untie_embedding_weights",
 )  # fmt: skip
-#: What a linear layer computes: embeddings, convolutions and norms are none.
+#: The operation of a linear layer: embeddings, convolutions and norms are none.
 _LINEAR = "{dot_general,ragged_dot}"
 #: The table of FP4 of bitsandbytes.
 _FP4_LEVELS = [float(np.float32(level / 12)) for level in (0.0625, 2, 3, 4, 6, 8, 12)]
@@ -230,7 +230,7 @@ def _take(config: Fields, name: str, default: Any = None) -> Any:
 
 
 def fields_of_hf(config: Any) -> list[Fields]:
-    """The fields of rules that round what a model of Hugging Face has in few bits; the first that matches applies."""
+    """The fields of rules for a configuration of Hugging Face with few bits; the first that matches applies."""
     config = config.to_dict() if hasattr(config, "to_dict") else config
     check_instance("quantization_config", config, Mapping, "a dict, or have a method to_dict")
     if config.get("quantization_config") is not None:
@@ -401,7 +401,7 @@ _TORCHAO_SPECS: Mapping[str, tuple[str, str | None, Any]] = {
     "Float8DynamicActivationFloat8Weight": ("{dtype}(group={size})", "float8_e4m3fn(group={size})", "tensor"),
     "NVFP4DynamicActivationNVFP4Weight": ("nvfp4", "nvfp4", 16),
 }  # fmt: skip
-#: Values that fields of torchao must have; those of other fields do not change what is rounded.
+#: Values that fields of torchao must have; values of other fields do not change the roundings.
 _TORCHAO_VALUES = {"mapping_type": "SYMMETRIC", "weight_mapping_type": "SYMMETRIC", "act_mapping_type": "ASYMMETRIC"}
 
 

@@ -120,7 +120,7 @@ def has_tensor_scale(spec: Spec | None) -> bool:
 
 
 def check_scale_from(source: Any, specs: Mapping[str, Spec | None]) -> None:
-    """Refuse what is no source of scales, or cannot be one for the specs of a rule.
+    """Refuse an object that is no source of scales, or cannot be one for the specs of a rule.
 
     Raises:
         TypeError, ValueError: that says why.

@@ -63,7 +63,7 @@ def round_under_state(
     if isinstance(source, MovingAverage):
         own_range = finite_range(x)
         moved = state if fixed else source.decay * state + (1 - source.decay) * own_range
-        span = after = jnp.where(jnp.isnan(state), own_range, moved)  # that of `x` if there is none
+        span = after = jnp.where(jnp.isnan(state), own_range, moved)  # the range of `x` if there is none
     elif isinstance(source, DelayedScaling):
         span, after = update_history(source, state, x)
     return round_in_range(x, spec, span, key), after
@@ -181,7 +181,7 @@ _round_lsq.defvjp(_round_lsq_fwd, _round_lsq_bwd)
 
 
 _PERCENTILE_METHOD = re.compile(r"percentile\(([0-9]{1,3}(?:\.[0-9]{1,99})?)\)")
-#: So many ranges are tried, each a share of that of the data; as torchao does.
+#: So many ranges are tried, each a share of the data's range; as torchao does.
 _RANGE_SHARES = 100
 
 
@@ -276,7 +276,7 @@ def _min_max_range(x: Array) -> Array:
 
 
 def _percentile_range(x: Array, share: float) -> Array:
-    # In float32, places among thousands of numbers are off: those of NumPy are in float64.
+    # In float32, places among thousands of numbers are off: NumPy's places are in float64.
     most = float(np.percentile(np.abs(_data_in_float64(x, f"percentile({share:g})")), share))
     return jnp.clip(_min_max_range(x), -most, most)
 
@@ -327,7 +327,7 @@ class MagnitudeHistogram:
 def add_to_histogram(histogram: MagnitudeHistogram, x: Any) -> MagnitudeHistogram:
     """A histogram with the finite numbers of an array counted, too.
 
-    The first array that is not all zeros sets the width; for larger numbers it is doubled, two bins becoming one, as
+    The first array that is not all zeros sets the width. For larger numbers it is doubled, two bins becoming one, as
     often as they need.
     """
     magnitudes = np.abs(np.asarray(x, np.float64)).ravel()
@@ -345,8 +345,8 @@ def add_to_histogram(histogram: MagnitudeHistogram, x: Any) -> MagnitudeHistogra
 def kl_divergence(counts: np.ndarray, bin_count: int, levels: int) -> float:
     """The information lost, in nats, if the first bins of a histogram are kept and merged to a few levels.
 
-    It is the Kullback-Leibler divergence of P, the kept bins with all that lies beyond added to the last, from Q, in
-    which the occupied bins of each level share evenly what the level holds.
+    It is the Kullback-Leibler divergence of P from Q. P are the kept bins, with all beyond them added to the last. In
+    Q the occupied bins of each level share its count evenly.
 
     Args:
         counts: of each bin.
@@ -370,8 +370,8 @@ def kl_divergence(counts: np.ndarray, bin_count: int, levels: int) -> float:
 def entropy_threshold(counts: np.ndarray, levels: int) -> float:
     """The end, in bins, of the range that loses the least when it is rounded to a few levels.
 
-    The first bin counts as much as the second one: what lies next to zero, and is often zero, becomes zero whatever the
-    end, and as many as a ReLU makes would outweigh all others.
+    The first bin counts as much as the second one. Numbers next to zero, and often zero, become zero whatever the
+    end. The many zeros of a ReLU would outweigh all other numbers.
 
     Args:
         counts: of each bin.

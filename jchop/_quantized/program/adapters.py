@@ -86,7 +86,7 @@ class AdaptedParam:
 
 
 def add_lora_delta(adapter: LoraAdapter, step: ProductStep, side: int, x: Array, y: Array, key: Array | None) -> Array:
-    """The result of a product with what an adapter adds.
+    """Adds the output of an adapter to the result of a product.
 
     Args:
         adapter: of the weight.

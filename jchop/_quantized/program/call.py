@@ -46,8 +46,8 @@ class LazyParam:
         barrier: whether other operations than products compute with it. These are then compiled alike for codes and
             for numbers.
         adapter: beside the products that take it; None for none.
-        factors_fit: whether all that takes it are products whose other operand can be multiplied by factors that are
-            stored with it. If not, or if one of several layers is taken by an index, it is itself what they take.
+        factors_fit: whether only products take it, whose other operand can be multiplied by factors that are stored
+            with it. If not, or if one of several layers is taken by an index, its numbers are multiplied by them.
     """
 
     value: Any
@@ -70,7 +70,7 @@ class LazyParam:
     def numbers(self, keys: Keys | None) -> Any:
         """The rounded numbers."""
         key, placement, packed, factors = None, self.placement, self.value, None
-        if self.factors_fit and not self.stack:  # what is stored is computed with, and the factors by the product
+        if self.factors_fit and not self.stack:  # stored numbers are used, and the product has the factors
             factors, packed = packed.input_factors.reshape(-1), packed.without_factors
         if is_packed_param(packed):
             low = full = unpack_param(packed)
@@ -103,7 +103,7 @@ class RoundedAndFull:
     """A rounded parameter with itself in full precision, and its codes if they are multiplied, all transformed alike.
 
     `stack` is the number of axes of a stack that it has still; 0 after a move of its numbers. `adapter` is for the
-    products that take it, and `factors` are those by which they multiply their other operand, in the order of the
+    products that take it, and `factors` are the factors of their other operand, in the order of the
     parameter.
     """
 
@@ -163,11 +163,11 @@ class Keys:
     key: Array
 
     def turn(self, number: int, step: Array | int = 0) -> Keys:
-        """That of turn `step` of the equation or program that has the number."""
+        """The keys of turn `step` of the equation or program that has the number."""
         return Keys(jax.random.fold_in(jax.random.fold_in(self.key, number), step))
 
     def within(self, axes: tuple[str, ...], check_vma: bool) -> Keys:
-        """That of a shard: all draw alike if the types of values say what varies, because some may not."""
+        """The keys of a shard. Under `check_vma` all shards draw alike, because values may be equal on all of them."""
         return self if check_vma else self.turn(0, jax.lax.axis_index(axes))
 
 
@@ -177,7 +177,7 @@ def batch_arguments(batch: Any) -> tuple[Any, ...]:
 
 
 def check_batches(batches: Any, repeated: bool) -> None:
-    """Refuse what are no batches, and an iterator if the batches are `repeated`, that is, run through more than once.
+    """Refuse objects that are no batches. If they are `repeated` (run through more than once), refuse an iterator.
 
     Raises:
         TypeError: that names the argument.
@@ -222,7 +222,7 @@ def enumerate_batches(batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
 
 
 class CallArguments:
-    """The arguments of a call, taken apart: the arrays of the parameters, then those of the others.
+    """The arguments of a call, taken apart: the arrays of the parameters, then all other arrays.
 
     The values of parameters with adapters are these without, and `adapters` has those, by the number of the parameter.
     """
@@ -261,7 +261,7 @@ class CallArguments:
 
     @property
     def facts(self) -> list[Provenance]:
-        """What is known of the arrays."""
+        """The provenance of each array."""
         params, others = self.abstract[: self.count], self.abstract[self.count :]
         are_keys = [jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in others]
         facts = [
@@ -271,7 +271,7 @@ class CallArguments:
 
     @property
     def signature(self) -> Any:
-        """What a traced program depends on; None if that cannot be compared."""
+        """The facts that a traced program depends on; None if they cannot be compared."""
         others = ((i, leaf) for i, leaf in enumerate(self.leaves) if not isinstance(leaf, _ARRAY_LEAF_TYPES))
         static = tuple((i, type(leaf), leaf) for i, leaf in others)
         avals = tuple(jax.typeof(x) if isinstance(x, Array) else (x.shape, x.dtype) for x in self.abstract)

@@ -36,9 +36,9 @@ class ParamUse:
             order.
         cuts: the slices of it that were taken before.
         why: why it has no scales for this use; empty if it may have.
-        axes: the parts of each axis of what is added to data.
+        axes: the parts of each axis of the value that is added to data.
 
-    If `kind` is ``"product"`` and there is no `view`, a product reads what the primitive has computed from it.
+    If `kind` is ``"product"`` and there is no `view`, a product reads a value that the primitive computes from it.
     """
 
     leaf: int
@@ -58,7 +58,7 @@ class ParamUse:
 
     @property
     def is_opaque(self) -> bool:
-        """Whether a product reads what is computed of a parameter, without its axes."""
+        """Whether a product reads a value that is computed from a parameter, without its axes."""
         return self.kind == "product" and self.view is None
 
     @property
@@ -138,7 +138,7 @@ class ProvenancePlanner(Planner):
     def plan(
         self, closed: Any, known: Sequence[Any], scope: str = "", constants: Sequence[Any] | None = None
     ) -> ProgramPlan:
-        """The plan of a jaxpr. An equation whose frames are all of libraries has the source of what holds it."""
+        """The plan of a jaxpr. An equation with frames of libraries alone has the source of the equation around it."""
         before = self._outer_source, self._last_source, self._name
         self._outer_source = self._last_source
         try:
@@ -147,7 +147,7 @@ class ProvenancePlanner(Planner):
             self._outer_source, self._last_source, self._name = before
 
     def common(self, knowns: Iterable[provenance.Provenance | None]) -> provenance.Provenance:
-        """What is known of values each of which is one of several; `data_changes` has parameters that data replace."""
+        """The provenance of a value that is one of several; `data_changes` has parameters that data replace."""
         facts = [known or provenance.NO_PROVENANCE for known in knowns]
         both = provenance.merge_provenance(facts)
         if not both.data:
@@ -166,7 +166,7 @@ class ProvenancePlanner(Planner):
         return 1
 
     def step(self, eqn: Any, env: dict[Any, provenance.Provenance], scope: str, number: int) -> ProductStep:
-        """What becomes of one equation."""
+        """The step of one equation, with the uses of parameters in it."""
         name = eqn.primitive.name
         facts = tuple(self.read(v, env) for v in eqn.invars)
         source = self._last_source = source_line_of(eqn.source_info, self._outer_source)
@@ -181,7 +181,7 @@ class ProvenancePlanner(Planner):
             return replace(result, out=facts, moves=True)
         data = any(fact.data for i, fact in enumerate(facts) if i not in _INDEX_OPERANDS.get(name, ()))
         if not any(fact.origins or (fact.opaque_uses and not fact.data) for fact in facts):
-            data = any(result.data)  # what data choose among constants
+            data = any(result.data)  # the constants that data choose
         from_keys = any(fact.from_keys for fact in facts)
         # One that sums over no axis multiplies, as `mul` does.
         sums = name in _PRODUCT_READERS and (name != "dot_general" or bool(eqn.params["dimension_numbers"][0][0]))
@@ -225,7 +225,7 @@ class ProvenancePlanner(Planner):
         return replace(result, uses=uses, out=tuple(outs), moves=name in provenance.MOVE_PRIMITIVES)
 
     def _out(self, eqn: Any, facts: Sequence[provenance.Provenance], number: int) -> provenance.Provenance:
-        """What is known of one of the results, that no data reaches."""
+        """The facts about one of the results, that no data reaches."""
         name, shape, origins = eqn.primitive.name, getattr(eqn.outvars[number].aval, "shape", ()), {}
         for v, fact in zip(eqn.invars, facts, strict=True):
             for origin in fact.origins:
@@ -238,7 +238,7 @@ class ProvenancePlanner(Planner):
         )
 
     def _look_up(self, step: ProductStep) -> ProductStep:
-        """Of rows, an embedding; of whole matrices, those of experts; by the counter of a loop, one of its layers."""
+        """Of rows, an embedding; of whole matrices, experts' matrices; by the counter of a loop, one of its layers."""
         eqn, fact = step.eqn, step.known[0]
         out = self._out(eqn, (fact, *(provenance.NO_PROVENANCE for _ in eqn.invars[1:])), 0)
         index_axes, sizes, uses = _LOOK_UP_AXES[step.name](step), eqn.params["slice_sizes"], []
@@ -246,7 +246,7 @@ class ProvenancePlanner(Planner):
             along = [parts for parts, n in zip(after.axes, eqn.outvars[0].aval.shape, strict=True) if parts and n != 1]
             if index_axes and len(along) <= 1:
                 among = [parts for i, parts in enumerate(before.axes) if i in index_axes or sizes[i] != 1]
-                # Rows that are looked up are kept; along a row is what a product would sum over.
+                # Rows that are looked up are kept; a product would sum along a row.
                 row = tuple(part for parts in along or _last_factor(step, before, index_axes) for part in parts)
                 free = (tuple(part for part in parts if part not in row) for parts in among)
                 rows = provenance.MatrixView(tuple(filter(None, free)), row)
@@ -268,7 +268,7 @@ def _uses_of(
 def holds_several_arrays(uses: Sequence[ParamUse]) -> bool:
     """Whether the slices of a parameter are arrays of their own, so that no layout of the whole suits them.
 
-    A slice along one axis becomes a matrix, as of a flat vector; or one slice is multiplied, and data are added to
+    A slice along one axis becomes a matrix, as of a flat vector. Or one slice is multiplied, and data are added to
     another, or scaled by it.
     """
     product_uses = [use for use in uses if use.kind in ("product", "rows")]
@@ -355,7 +355,7 @@ def _is_weight_matrix(origin: provenance.ParamOrigin, layout: OperandLayout, bat
 def _last_factor(
     step: ProductStep, origin: provenance.ParamOrigin, index_axes: set[int]
 ) -> list[provenance.AxisFactors]:
-    """The last axis of a parameter of which data choose single numbers: that of the groups, as for its rows."""
+    """The last axis of a parameter of which data choose single numbers: the axis of the groups, as for its rows."""
     batch = step.eqn.params["dimension_numbers"].operand_batching_dims if step.name == "gather" else ()
     parts = [part for i in sorted({*index_axes, *batch}) for part in origin.axes[i]]
     return [(part,) for part in parts[-1:]]

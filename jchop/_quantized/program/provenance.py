@@ -1,4 +1,4 @@
-"""Where the values of a program come from: the parameters that they are, and the axes of those that theirs are.
+"""Where the values of a program come from: parameters, and for each axis of a value the axis of its parameter.
 
 A value that only moves a parameter's numbers (transposed, reshaped, sliced, broadcast, cast) has that parameter's axes.
 So has a value computed from parameters alone (a mask, a sum with a low-rank product, weight standardization). At a
@@ -61,7 +61,7 @@ class ParamOrigin:
 
 @dataclass(frozen=True)
 class Provenance:
-    """What is known of a value.
+    """The facts about a value that follow from its origin.
 
     Args:
         data: whether its numbers depend on the arguments that are no parameters.
@@ -96,7 +96,7 @@ def param_provenance(leaf: int, shape: Sequence[int]) -> Provenance:
 
 
 def merge_provenance(facts: Sequence[Provenance]) -> Provenance:
-    """What is known of a value that is one of several, as one that `select_n` chooses."""
+    """The facts about a value that is one of several, as one that `select_n` chooses."""
     if any(fact.data for fact in facts):
         return replace(FROM_DATA, opaque_uses=opaque_uses_of(facts))
     origins: dict[int, ParamOrigin] = {}
@@ -115,12 +115,12 @@ def opaque_uses_of(facts: Sequence[Provenance]) -> tuple[Any, ...]:
 
 
 def unstack_provenance(fact: Provenance) -> Provenance:
-    """What is known of one of a stack, along its first axis."""
+    """The facts about one value of a stack, along its first axis."""
     return replace(fact, origins=tuple(replace(o, axes=o.axes[1:]) for o in fact.origins))
 
 
 def stack_provenance(fact: Provenance) -> Provenance:
-    """What is known of a stack of values."""
+    """The facts about a stack of values."""
     return replace(fact, origins=tuple(replace(o, axes=((), *o.axes)) for o in fact.origins))
 
 
@@ -130,7 +130,7 @@ def stack_provenance(fact: Provenance) -> Provenance:
 def move_origin(
     name: str, params: dict[str, Any], origin: ParamOrigin, shape: Sequence[int], out: Sequence[int]
 ) -> ParamOrigin | None:
-    """The origin of what a primitive makes of a value of `shape`; None if its axes are not those of the parameter."""
+    """The origin of the result of a primitive for a value of `shape`; None if its axes are not the parameter's."""
     axes = _move_axes(name, params, origin.axes, tuple(shape), tuple(out))
     is_intact = origin.is_intact and name in MOVE_PRIMITIVES and name not in ("rev", "dynamic_update_slice")
     broadcasts = len(out) > len(shape) or math.prod(out) > math.prod(shape)
@@ -157,7 +157,7 @@ def _move_axes(
     if name == "reshape" and params.get("dimensions") is None:
         if (whole := _reshape_axes(axes, shape, out)) is not None:
             return whole
-        # A piece of a stack, such as its first layers, is cut anew along the stack: the other axes stay what they are.
+        # A piece of a stack, such as its first layers, is cut anew along the stack: the other axes stay the same.
         uncut = tuple(a if math.prod(p.size for p in a) == n else () for a, n in zip(axes, shape, strict=True))
         return _reshape_axes(uncut, shape, out) if any(uncut) else None
     return None
@@ -170,7 +170,7 @@ def other_axes(axes: Iterable[int], ndim: int) -> list[int]:
 
 
 def _window_axes(params: Mapping[str, Any], before: Sequence[int], _: Any) -> Iterator[tuple[int, int]]:
-    """The axes of the windows of a gather; those of which one index is taken are gone."""
+    """The axes of the windows of a gather; axes of which one index is taken are gone."""
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
     kept = other_axes((*numbers.collapsed_slice_dims, *numbers.operand_batching_dims), len(before))
     return ((axis, out) for axis, out in zip(kept, numbers.offset_dims, strict=True) if sizes[axis] != 1)
@@ -206,7 +206,7 @@ _COLLECTIVES_TEXT = """
 ADD_PRIMITIVES = frozenset(["add", "sub"])
 #: Writes into an array at indexes.
 SCATTER_PRIMITIVES = frozenset(["scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"])
-#: Each axis stays what it is, though perhaps shorter or longer.
+#: Each axis stays the same, though perhaps shorter or longer.
 SAME_AXES_PRIMITIVES = frozenset(_SAME_AXES_TEXT.split())
 #: Computes with numbers that stand at the same place, or before it along an axis; the result has their axes.
 ELEMENTWISE_PRIMITIVES = frozenset(_ELEMENTWISE_TEXT.split()) | SCATTER_PRIMITIVES
@@ -239,7 +239,7 @@ def _reshape_axes(
 
 
 def distribute_factors(axes: Sequence[AxisFactors], old: Sequence[int], new: Sequence[int]) -> list[AxisFactors] | None:
-    """The parts of some axes over new ones, from the fastest; the slowest takes what is left."""
+    """The parts of some axes over new ones, from the fastest; the slowest takes the rest."""
     if [n for n in old if n != 1] == [n for n in new if n != 1]:
         rest = iter([parts for parts, n in zip(axes, old, strict=True) if n != 1])
         return [() if n == 1 else next(rest) for n in new]
@@ -291,7 +291,7 @@ def _device_pieces(
 ) -> tuple[AxisFactors, tuple[AxisFactors, ...]]:
     """The axis of the devices, and the others, if each device has a piece of one axis; empty if it is not known which.
 
-    The axes of a piece are those of the whole parameter, so that they are longer than its shape says.
+    The axes of a piece are the axes of the whole parameter, so they are longer than its shape says.
     """
     cut = [i for i, parts in enumerate(axes) if parts and math.prod(p.size for p in parts) == shape[i] * devices]
     if len(cut) != 1 or (slowest := axes[cut[0]][0]).size % devices:
@@ -379,7 +379,7 @@ class MatrixLayout:
         return batch, contracting, free
 
     def lay(self, x: Array) -> Array:
-        """A parameter, or what has its shape or another with its numbers in their order, as matrices."""
+        """A parameter as matrices; or an array of its shape, or with its numbers in their order."""
         return x.reshape(self.sizes).transpose(*self._order).reshape(self.matrices)
 
     def back(self, matrices: Array) -> Array:
@@ -419,5 +419,5 @@ class WeightRotation:
         return self.rotation.rotate(x)
 
     def gram(self, x: Array) -> Array:
-        """Means of x y^T of inputs, (batch, contracting, contracting), as those of rotated ones."""
+        """Means of x y^T of rotated inputs, (batch, contracting, contracting), from the means of the inputs."""
         return self.inputs(self.inputs(x).swapaxes(1, 2)).swapaxes(1, 2)

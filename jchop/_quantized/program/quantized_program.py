@@ -56,7 +56,7 @@ from jchop._spec.spec import Spec
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedProgram:
-    """A function traced for some arguments, and what its rules do to parameters and products.
+    """A function traced for some arguments, and the effects of its rules on parameters and products.
 
     Args:
         plan: the program.
@@ -64,7 +64,7 @@ class QuantizedProgram:
         rules: all rules.
         paths: of each parameter.
         shapes: of each parameter.
-        uses: what computes with a parameter, by its number; parameters that nothing takes are absent.
+        uses: the uses of each parameter, by its number; parameters that nothing takes are absent.
         rule_indexes: which of the rules applies to each parameter; None for none.
         products: the products in the order of the program, each with its rule.
         placements: how a parameter is rounded and by which use, by its number; parameters that stay are absent.
@@ -156,7 +156,7 @@ class QuantizedProgram:
         """A row for each parameter and each product.
 
         Raises:
-            TypeError, ValueError: for another platform than None and those of `OPERANDS_BY_PLATFORM`.
+            TypeError, ValueError: for a platform that is neither None nor in `OPERANDS_BY_PLATFORM`.
         """
         if platform is not None:
             check_choice("platform", platform, tuple(report.OPERANDS_BY_PLATFORM))
@@ -236,7 +236,7 @@ def plan_quantized_program(
     whole: bool = True,
     elsewhere: Collection[int] = (),
 ) -> QuantizedProgram:  # fmt: skip
-    """Trace a function for the arguments of a call, and find what the rules do to it.
+    """Trace a function for the arguments of a call, and find the effects of the rules on it.
 
     Args:
         fun: the function.
@@ -305,7 +305,7 @@ def plan_quantized_program(
 def _products_with_rules(
     plan: ProgramPlan, rules: Sequence[Rule], numbers: Sequence[int | None], classes: Mapping[str, str]
 ) -> Iterator[tuple[ProductStep, Rule | None]]:
-    """The products of a program, each with its rule: that of its first parameter, or of its scope."""
+    """The products of a program, each with its rule: the rule of its first parameter, or of its scope."""
     for step in plan.walk():
         if step.refusal:
             yield step, None
@@ -461,7 +461,7 @@ def check_weight_rules(programs: Sequence[QuantizedProgram]) -> None:
     """Refuse a rule whose weight rounds no parameter in any of the programs of a model.
 
     Raises:
-        ValueError: that names the rule and what a parameter reaches in the first program.
+        ValueError: that names the rule and the operation that a parameter reaches in the first program.
     """
     first = programs[0]
     why = "A parameter is not followed if it is combined with data, such as arguments and state that is no parameter"
@@ -475,7 +475,7 @@ def check_weight_rules(programs: Sequence[QuantizedProgram]) -> None:
 
 
 def _reach_text(program: QuantizedProgram, number: int, hint: str) -> str:
-    """What a parameter of a rule reaches that is not rounded, else the product that it shares; and a hint.
+    """Where a parameter of a rule goes that is not rounded, else the product that it shares; and a hint.
 
     There is no hint where a function of jchop takes the parameter.
     """

@@ -42,7 +42,7 @@ class QuantizedRunner(Runner):
     """Products under rules.
 
     Args:
-        roundings: of each product that has any but those of its weights, by the identity of its step.
+        roundings: of each product that rounds more than its weights, by the identity of its step.
         paths: of the parameters, for messages.
     """
 
@@ -119,7 +119,7 @@ class QuantizedRunner(Runner):
         return add_lora_delta(adapter, part, side, x, y, None if seeds is None else seeds.turn(part.number, 1).key)
 
     def enter(self, step: ProductStep, seeds: Keys | None, args: list[Any], inner: Interpret) -> list[Any]:
-        """The results of a step that holds programs; those of a plain call may be parameters that have moved."""
+        """The results of a step that holds programs; the results of a plain call may be parameters that have moved."""
         if step.name in PLAIN_CALLS:
             inner = partial(interpret, _InlineRunner(self))
         return super().enter(step, seeds, args, inner)
@@ -145,7 +145,7 @@ class QuantizedRunner(Runner):
         moving = first.codes if isinstance(first, RoundedAndFull) else None
         codes: list[CodedArray | None] = [None] * len(low)
         if moving is not None and not any(isinstance(x, RoundedAndFull) for x in rest):
-            fill = part.eqn.params.get("fill_value")  # beyond the end of what a gather reads
+            fill = part.eqn.params.get("fill_value")  # beyond the end of the array that a gather reads
             if part.name == "convert_element_type":
                 codes = [moving]
             elif part.name in _CODE_MOVES and (fill is None or fill != fill):
@@ -179,7 +179,7 @@ class QuantizedRunner(Runner):
 
 
 class _InlineRunner(Runner):
-    """Another runner, for a program whose results stay what they are: arrays, or parameters that have moved."""
+    """Another runner, for a program whose results stay the same: arrays, or parameters that have moved."""
 
     def __init__(self, runner: QuantizedRunner) -> None:
         self.prepare, self.run, self.control = runner.prepare, runner.run, runner.control
@@ -210,7 +210,7 @@ def _with_factors_on_inputs(step: ProductStep, args: list[Any]) -> list[Any]:
 
 
 def _no_codes_message(failures: dict[str, tuple[ProductStep, ProductRoundings]], paths: Sequence[str]) -> str:
-    """Why weights have no codes, and what to do."""
+    """Why weights have no codes, and how to change that."""
     path, *others = failures
     step, roundings = failures[path]
     why = "computed with before the product, or put in another order, or sent between devices"
@@ -261,8 +261,8 @@ class ScaleStateRunner(QuantizedRunner):
         plain: the products without kept scales.
         slots: of products, by the identity of their steps.
         entries_of_scan: of each scan the names that have an entry for each iteration.
-        entries: by name. A range that `calibrate` may fix and that is missing is that of the array itself.
-        mode: ``"fixed"``: entries stay. ``"update"``: `updates` has those after the call. ``"observe"``: `updates` has
+        entries: by name. Without a range that `calibrate` may fix, the range of the array itself is used.
+        mode: ``"fixed"``: entries stay. ``"update"``: `updates` has them after the call. ``"observe"``: `updates` has
             the arrays themselves, which are not rounded.
     """
 
@@ -331,7 +331,7 @@ class ScaleStateRunner(QuantizedRunner):
         return out[:count]
 
     def scan(self, step: ProductStep, turn: ScanTurn, start: Any, xs: Any, order: ScanOrder) -> tuple[Any, Any]:
-        """A loop carries entries, and gives and stacks those of single iterations."""
+        """A loop carries entries, and returns the entries of single iterations as stacks."""
         rows = {name: self.entries[name] for name in self.entries_of_scan.get(id(step), ()) if name in self.entries}
         carried, updated_names = self._carried_entries(step, rows)
 
@@ -369,7 +369,7 @@ class ScaleStateRunner(QuantizedRunner):
         return last
 
     def _carried_entries(self, step: ProductStep, rows: Mapping[str, Array]) -> tuple[dict[str, Array], set[str]]:
-        """The entries that a loop carries, which are those of no single iteration, and the names that it updates."""
+        """The entries that a loop carries, which belong to no single iteration, and the names that it updates."""
         slots = self._slots_in(step)
         names = [slot.name for slot in slots if slot.name in self.entries and slot.name not in rows]
         updated = self._updated_names(slots) if self.mode == "update" else set()

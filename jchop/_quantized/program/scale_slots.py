@@ -71,7 +71,7 @@ class Scales(NamedTuple):
 
 
 def scales_after_packing(scales: Scales) -> Scales:
-    """The scales without those of parameters, which become parts of packed ones."""
+    """The scales without the scales of parameters, which become parts of packed ones."""
     return scales._replace(
         learned={name: v for name, v in scales.learned.items() if not name.endswith("_weight_scale")}
     )
@@ -186,7 +186,7 @@ def check_entry_names(names: Iterable[str], slots: Iterable[ScaleSlot], rules: M
         rules: of the parameters, by path.
 
     Raises:
-        ValueError: that names what is missing, and what has no use.
+        ValueError: that names the missing entries, and the entries that have no use.
     """
     present, slot_of_name = set(names), {slot.name: slot for slot in slots}
     fixed = {name for name, slot in slot_of_name.items() if slot.source is None}
@@ -218,7 +218,7 @@ _ENCLOSURE_NAMES = dict.fromkeys(CUSTOM_CALLS, "a function with a derivative of 
 
 
 def _enclosure_text(around: Sequence[ProductStep]) -> str:
-    """What data cannot come out of; empty if they come out of all steps around."""
+    """The steps that data cannot come out of; empty if they come out of all steps around."""
     closed = (step for step in around if "passed" not in roles_of(step) and not turns_around([step]))
     names = [_ENCLOSURE_NAMES.get(step.name, step.name) for step in closed]
     return next((name for name in names if name != _WHILE_LOOP), names[0] if names else "")
@@ -243,7 +243,7 @@ def stack_entries(
 
 
 class ScaleCalibration:
-    """What the slots of a program have seen.
+    """The statistics that the slots of a program have collected.
 
     Args:
         method: as of `calibrate`.

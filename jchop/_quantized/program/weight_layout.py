@@ -45,7 +45,7 @@ class WeightLayout:
     Args:
         spec: along the axes of `shape`.
         shape: of the rounded array, without the axes of a stack; it has the parameter's numbers in their order.
-        ndim: how many axes the parameter has, without those of a stack in front. Each array of a stack is rounded by
+        ndim: how many axes the parameter has, without the axes of a stack in front. Each array of a stack is rounded by
             itself.
         rotation: the rotation of the parameter before it is rounded (`rotate`), which `round` and `pack` leave to the
             caller; None for none.
@@ -61,13 +61,13 @@ class WeightLayout:
         return x if self.rotation is None else map_over_stack(x.ndim - self.ndim, self.rotation.parameter, x)
 
     def _map(self, run: Callable[..., Any], x: Array, *keys: Array | None, beside: tuple[Any, ...] = ()) -> Any:
-        """A function of each array of a stack, in the shape that is rounded, of what is beside it, and of keys."""
+        """A function of each array of a stack, in the shape that is rounded, of the values beside it, and of keys."""
         stack = x.ndim - self.ndim
         arrays = reshape(x, x.shape[:stack] + self.shape), *beside
         return map_over_stack(stack, lambda arrays, *keys: run(*arrays, *keys), arrays, *keys)
 
     def round(self, x: Array, key: Array | None = None, gradient_key: Array | None = None) -> Array:
-        """A parameter, or one of a stack, rounded; straight-through, but for what the spec does to its cotangent."""
+        """A parameter, or one of a stack, rounded; straight-through, but for the spec's changes to its cotangent."""
         rounded = self._map(lambda v, *keys: round_in_layout(None, v, self.spec, *keys), x, key, gradient_key)
         return reshape(rounded, x.shape)
 
@@ -89,7 +89,7 @@ class WeightLayout:
     def pack(
         self, x: Array, key: Array | None = None, scale: Array | None = None, zero_point: Array | None = None
     ) -> QArray | StoredAs:
-        """A parameter as codes and scales, in its own shape; under given scales and zero points, if it has such."""
+        """A parameter as codes and scales, in its own shape; under given scales and zero points, if it has them."""
 
         def pack_one(v: Array, scale: Array | None, zero_point: Array | None, key: Array | None) -> QArray:
             return quantize(v, self.spec, key, scale=scale, zero_point=zero_point)
@@ -196,7 +196,7 @@ def stack_ndim(shape: Sequence[int], view: provenance.MatrixView) -> int:
 
 
 def _neighbours(ids: Sequence[int], sizes: Sequence[int]) -> list[int] | None:
-    """The parts in their order with those of one number between them; None if others lie between them."""
+    """The parts in their order with the parts of one number between them; None if others lie between them."""
     run = [i for i in range(min(ids), max(ids) + 1) if i in ids or sizes[i] == 1]
     return run if len(run) == run[-1] - run[0] + 1 else None
 
@@ -299,7 +299,7 @@ def _merge_axis_factors(
 
 
 def _kind_of_pair(slow: AxisGrouping, fast: AxisGrouping, n: int) -> AxisGrouping | None:
-    """The grouping of an axis from those of its slow and its fast part, of n indexes; None if there is none."""
+    """The grouping of an axis from the groupings of its slow and its fast part, of n indexes; None if there is none."""
     if slow == OWN_SCALE:
         short = fast == WHOLE_AXIS or (isinstance(fast, int) and fast >= n)
         return n if short else fast if fast == OWN_SCALE or n % int(fast) == 0 else None

@@ -1,9 +1,9 @@
 """The safetensors file format: a header with the position of each tensor, then the bytes.
 
-The layout is defined in https://github.com/huggingface/safetensors: eight bytes with the length of the header (little
-endian), the header as JSON (for each name its dtype, shape and the range of its bytes; ``__metadata__`` maps texts to
-texts), the data. The package `safetensors` would map files into memory, so that truncation by another process ends the
-program; it has no float8 and no float4 for NumPy, takes the last of duplicate keys, and writes whole files from memory.
+The layout (https://github.com/huggingface/safetensors): eight bytes with the length of the header (little endian), the
+header as JSON, the data. The header has the dtype, shape and range of bytes by name; ``__metadata__`` has texts. The
+package `safetensors` maps files into memory, so truncation by another process ends the program. It has no float8 and
+no float4 for NumPy, takes the last of duplicate keys, and writes whole files from memory.
 
 A folder may have several such files with an index; and each process may read and write parts of one.
 """
@@ -197,7 +197,7 @@ def place_tensors(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
 
 
 def header_of(entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> bytes:
-    """The bytes of a file before its tensors; arguments and errors are those of `TensorWriter`."""
+    """The bytes of a file before its tensors; arguments and errors are as in `TensorWriter`."""
     check(_METADATA_KEY not in entries, f"no tensor can have the name {_METADATA_KEY!r}")
     fields: dict[str, Any] = {_METADATA_KEY: dict(metadata)} if metadata else {}
     for name, entry in entries.items():
@@ -405,7 +405,7 @@ def _read_index(path: Path) -> dict[str, str]:
     return homes
 
 
-# -- parts of tensors: those of the devices of one process, without the others -----------------------------------------
+# -- parts of tensors: the parts on the devices of one process, without the others -------------------------------------
 
 
 def spans_processes(leaf: Any) -> bool:

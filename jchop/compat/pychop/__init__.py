@@ -5,13 +5,13 @@
 ``.math_func``. Differences from Pychop:
 
 * Every result is the exact value rounded once. Pychop's is wrong past the overflow threshold (70000 becomes 0 in half
-  precision), in ties of negative numbers (rmodes 7 and 8), for values of the format under rmode 9, just below powers of
-  two, for subnormal numbers and -0; and NaN or infinity for zeros and infinities with ``FaultChop`` on JAX.
+  precision), and in ties of negative numbers (rmodes 7 and 8). So are values of the format under rmode 9, numbers just
+  below powers of two, subnormal numbers and -0. ``FaultChop`` on JAX gives NaN or infinity for zeros and infinities.
 * ``Customs(exp_bits=e)`` is a format of e exponent bits: emax = 2^(e-1) - 1 (Pychop: 2^e - 1).
 * ``flip`` flips one bit of the significand, with probability ``p``.
 * Random numbers: an object's n-th call draws from the key of the words (random_state, n). There is no global seed, and
   all calls draw different bits. Within a trace of JAX pass ``key=``.
-* Functions (``ch.sin``, ``pychop.sin(x, ch)``) are those of `jchop.math`: operands are rounded, and sums and products
+* Functions (``ch.sin``, ``pychop.sin(x, ch)``) are from `jchop.math`: operands are rounded, and sums and products
   are rounded at every step (Pychop adds in full precision). Arguments outside of a domain give NaN or infinity, not an
   error. Functions of tensors have no gradient.
 * ``Chopi`` has 2^bits codes also without ``symmetric`` (Pychop: half of them), and chooses a scale for each array;
@@ -25,11 +25,11 @@
 * ``float_params()`` is a dict of tuples, not a data frame; formats beyond binary64 (``"q"``) and of blocks are omitted.
 * ``bitwise_and`` and the like take whole numbers, also as floats; other numbers give NaN (Pychop refuses all floats).
 
-Missing (docs/compat.md has a table): arrays with a format (``pychop.builtin``; `jchop.emulate` rounds every operation
-of a function), Pychop's classes of MX, block and P3109 formats (`jchop` has these formats by name), CADNA's generator,
-integers of more than 8 bits, layers and post-training quantization for Flax (`jchop.nn` has both) and TensorFlow,
-``Simulate`` (a `jchop.formats.FloatFormat` has its ``values()``), ``Bitchop``, ``Options``, and the older lower-case
-names.
+These are missing; docs/compat.md has a table. Arrays with a format (``pychop.builtin``): `jchop.emulate` rounds every
+operation of a function. Pychop's classes of MX, block and P3109 formats: `jchop` has these formats by name. Layers and
+post-training quantization for Flax: `jchop.nn` has both. ``Simulate``: a `jchop.formats.FloatFormat` has its
+``values()``. CADNA's generator, integers of more than 8 bits, layers for TensorFlow, ``Bitchop``, ``Options``, and
+the older lower-case names.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class PychopQuantizer:
         return _arrays.apply_to_arrays(run, *operands, *map(_arrays.as_whole_numbers, exponents))
 
     def _needs_float64(self, dtype: str) -> bool:
-        """Whether numbers of a dtype other than those of JAX are rounded in float64."""
+        """Whether numbers of a dtype that JAX does not have are rounded in float64."""
         del dtype
         return False
 
@@ -391,7 +391,7 @@ class Chopi:
         self._fixed = True
 
     def _fit(self, x: Any) -> Any:
-        # Not converted to tensors, like those of `quantize`.
+        # Not converted to tensors, as in `quantize`.
         self.scale, self.zero_point = fit_scale(x, self.spec_for(x))
         return self.scale
 

@@ -1,6 +1,6 @@
 """Pychop's layers for torch, and its post-training quantization: ``from jchop.compat.pychop.layers import *``.
 
-``Quantized*`` and ``IQuantized*`` are the layers of `torch.nn` of these names with ``chop=``: they round their
+``Quantized*`` and ``IQuantized*`` are the layers of `torch.nn` of these names with ``chop=``. They round their
 parameters and their output in the forward pass, and gradients pass straight through. Activations, softmax and dropout
 also round their input. The paper's classes take bits instead, and round their parameters and their input:
 

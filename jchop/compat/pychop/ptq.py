@@ -3,8 +3,8 @@
 Differences from Pychop: ``"percentile"`` is a percentile of the magnitudes (Pychop cuts a share off the range).
 ``"kl_divergence"`` compares with the rounded distribution (Pychop with the clipped one). ``"mse"`` also tries small
 ranges. A norm is folded only if no other layer reads the output of the convolution. Outputs of all layers are rounded
-(Pychop: of convolutions, linear layers and three activations); of several outputs the first, which is that of recurrent
-layers and attention.
+(Pychop: of convolutions, linear layers and three activations). Of several outputs, as of recurrent layers and
+attention, only the first is rounded.
 """
 
 from __future__ import annotations

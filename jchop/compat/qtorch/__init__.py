@@ -7,8 +7,8 @@ submodules are `quant`, `optim` and `auto_low`. Differences from QPyTorch:
   under ``FloatingPoint(8, 23)``, moves large odd integers in fixed point, and blocks beyond 2^126.
 * NaN stays NaN (QPyTorch: the largest value, or 0), and -0 stays -0 in formats that have it.
 * Large numbers and infinities saturate also with 8 bits of the exponent (QPyTorch: infinity).
-* Ties of ``"nearest"`` go away from zero in floating point, as in QPyTorch; to even in fixed point, as on its CPU (its
-  CUDA goes away from zero); away from zero in blocks (QPyTorch: up).
+* Ties of ``"nearest"`` go away from zero in floating point, as in QPyTorch. They go to even in fixed point, as on its
+  CPU (its CUDA: away from zero). In blocks they go away from zero (QPyTorch: up).
 * Random bits of tensors come from torch's global generator, so that ``torch.manual_seed`` determines them, or from
   ``generator=`` or ``seed=``; NumPy and JAX arrays need ``key=``. Numbers far below the smallest one round up with the
   right probability.

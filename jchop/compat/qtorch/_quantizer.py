@@ -1,4 +1,4 @@
-"""QPyTorch's quantizer module, based on that of `jchop.torch`."""
+"""QPyTorch's quantizer module, based on the quantizer of `jchop.torch`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The rules that choose the scales of groups, each a value with its divisor and its fit.
 
-Throughout, x are the finite numbers of a group, a is their largest magnitude, and M and m are the largest and the least
-value of the element format.
+Throughout, x are the finite numbers of a group, and a is their largest magnitude. M and m are the largest and the
+least value of the element format.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class ScaleRule:
         tensor_scale: whether the scale is a product with a binary32 scale of the whole tensor.
         constant: of an element format, the scale of every tensor; None if it follows from the tensor.
         top: of a scale format, the scale of the group with the largest number if the tensor has a scale too.
-        fit: which numbers of a group count. "ends" means its ends alone, "range" the range of all x for a zero point,
-            and "percentile" a percentile. The others use all numbers: by least "squares" of many scales, of the scales
-            of "either" divisor, by their "power", the mean of their squares, or its "root". "levels" are the ends of
-            groups within groups, one for each time that the scales are quantized again.
+        fit: which numbers of a group count. With "ends" its ends alone, with "range" the range of all x for a zero
+            point, with "percentile" a percentile. The others use all numbers: least "squares" of many scales or of
+            "either" divisor's scales, their "power" (the mean of their squares), or its "root". With "levels" the ends
+            of groups within groups count, one for each time that the scales are quantized again.
         percentile: the q of "percentile".
         fill: the number that fills up the last block of an axis: 0, or NaN for a rule that counts numbers.
         takes: whether an element format may have this rule.

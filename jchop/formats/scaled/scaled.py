@@ -263,10 +263,10 @@ class ScaledFormat:
         rule: one of `SCALE_RULES`; ``"percentile(99.9)"`` has at most two decimals. Default "absmax", and "minmax" with
             `zero_point`.
         zero_point: "integer" shifts integers by an integer z = clamp(m - rne((least x) / s)), for numbers that are not
-            centred at 0. The values are s (e - z). "float" adds a number: the values are s e + z, with z = (least x) -
-            m s rounded to the scale format (tinygemm's int4, whose codes are e + 8). Default None.
-        nan_block: whether a group becomes NaN as a whole if it holds an infinity or NaN, or asks for a larger scale
-            than there is (OCP MX 1.0, 5.3).
+            centred at 0. The values are s (e - z). With "float" they are s e + z, with z = (least x) - m s rounded to
+            the scale format (tinygemm's int4, whose codes are e + 8). Default None.
+        nan_block: whether an infinity or NaN makes a group NaN as a whole. So does a scale that is larger than there is
+            (OCP MX 1.0, 5.3).
         sparse: n and m, or a text like ``"2:4"``. Of every m consecutive numbers the n of largest magnitude are kept.
             The others become +0. Equal magnitudes keep their order, so the first ones stay. A NaN counts as larger than
             an infinity. A shorter last group keeps up to n as well. Scales are chosen for the kept numbers. Stored

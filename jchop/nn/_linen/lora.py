@@ -45,7 +45,7 @@ class AdaptableLinen(AdaptableModel):
         return [low.traced(self.model, args, None, {**kwargs, "method": name}) for name, (args, kwargs) in methods]
 
     def names(self, path: str) -> tuple[str, ...]:
-        """As of `AdaptableModel`; the kernel of the module itself is that of a layer without a name."""
+        """As of `AdaptableModel`; the kernel of the module itself belongs to a layer without a name."""
         return ("",) if path == "kernel" else super().names(path)
 
     def originals(self, original: Any) -> Any:

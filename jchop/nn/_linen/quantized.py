@@ -1,6 +1,6 @@
 """`Quantized`: a module of Linen whose program runs under rules, whatever the classes of its layers.
 
-What a program does not show is one interceptor in the traced call: results of modules, norms under rules of their own,
+One interceptor in the traced call does the rest: results of modules, norms under rules of their own,
 and caches of keys and values.
 """
 
@@ -53,7 +53,7 @@ CACHE_COLLECTION = "cache"
 _CACHE_VARIABLES = ("cached_key", "cached_value")
 _NORMS = (nn.BatchNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.InstanceNorm)
 _ATTENTIONS = (nn.MultiHeadDotProductAttention, nn.MultiHeadAttention)
-#: What layers compute with their parameters, as a rule's `operation` names it.
+#: The operations of layers with their parameters, as a rule's `operation` names them.
 _OPERATIONS: Mapping[type, str] = MappingProxyType(
     {
         **dict.fromkeys((nn.Dense, nn.DenseGeneral, nn.Einsum, *_ATTENTIONS), "dot_general"),
@@ -116,7 +116,7 @@ def module_calls(
 
 
 class NormRounding(NamedTuple):
-    """A norm whose rule decides norms alone, and so rounds what no product takes: its scale and its input.
+    """A norm whose rule decides norms alone. It rounds its scale and its input, which no product takes.
 
     Args:
         number: of its rule.
@@ -222,7 +222,7 @@ class LayerRoundings:
 
 
 def _own_params(layer: nn.Module) -> dict[str, Array]:
-    """The parameters of a module, without those of modules in it."""
+    """The parameters of a module, without the parameters of modules in it."""
     params = nn.meta.unbox(dict(layer.variables).get("params", {}))
     return {name: value for name, value in params.items() if isinstance(value, jax.Array)}
 
@@ -230,7 +230,7 @@ def _own_params(layer: nn.Module) -> dict[str, Array]:
 def _call_with_packed_cache(call: Callable[..., Any], layer: Any, spec: Spec, *args: Any, **kwargs: Any) -> Any:
     """A call of attention that decodes: it packs the token into its cache, or begins one.
 
-    Linen's own code puts the new token into arrays in full precision, so it is shown those; the function of attention
+    Linen's own code puts the new token into arrays in full precision, so it is shown those. The function of attention
     takes the token out of them again, and into the packed ones.
     """
     if not layer.has_variable(CACHE_COLLECTION, _CACHE_VARIABLES[0]):
@@ -530,7 +530,7 @@ class Quantized:
         return function, (params, state, args, rngs, kwargs), scales, norms
 
     def key(self, rngs: Any) -> jax.Array | None:
-        """The key of the program, of the stream that a stochastic rule names; None without such a rule."""
+        """The key of the program, of the stream that a stochastic rule names; None without a stochastic rule."""
         name = next((rule.stochastic_stream for rule in self.rules if rule.stochastic), None)
         if name is None:
             return None
@@ -576,7 +576,7 @@ _cached_linen_function = lru_cache(maxsize=256)(_new_linen_function)
 
 
 def _map_norm_scales(params: Any, norms: Norms, rules: tuple[Rule, ...], rngs: Any, packs: bool) -> Any:
-    """Parameters with the scales of norms rounded, or packed; those of a stack of norms each by itself."""
+    """Parameters with the scales of norms rounded, or packed; each scale of a stack of norms by itself."""
     scaled = [(path, norm.number, norm.scale) for path, norm in norms if norm.scale is not None]
     leaves = flat_params(params) if scaled else {}
     for i, (path, number, layout) in enumerate(scaled):
@@ -606,7 +606,7 @@ def lora_adapters(variables: Any) -> dict[str, LoraAdapter]:
 
 
 def linen_params_with_adapters(variables: Any) -> Any:
-    """The parameters among variables, those with adapters as `AdaptedParam`.
+    """The parameters among variables, parameters with adapters as `AdaptedParam`.
 
     Raises:
         ValueError: for an adapter of a parameter that is not there.
@@ -646,5 +646,5 @@ def _param_and_scale_collections(params: Any, scales: Scales) -> dict[str, Any]:
     return {"params": params, **({SCALE_COLLECTION: nest_params(scales.stats)} if scales.stats else {})}
 
 
-#: The name of a learned scale, and that of its parameter.
+#: The name of a learned scale, and the name of its parameter.
 _LEARNED_SCALE_NAME = re.compile(r"(.+)_(?:weight|activation)_scale(?:_[0-9]+)?")

@@ -44,14 +44,14 @@ class NnxKind:
 
     Args:
         parameters: its parameters, each with the field of a rule that it is rounded by.
-        slots: what its `promote_dtype` is given, one tuple for each number of arrays: names of parameters,
-            ``"inputs"``, others (``""``); with a star those that the product rounds.
+        slots: the arguments of its `promote_dtype`, one tuple for each number of arrays. Names of parameters,
+            ``"inputs"``, others (``""``); with a star the arrays that the product rounds.
         product: the attribute that multiplies, the rounding module that replaces it, and Flax's function. A layer with
             a layout and without it has a product that backward roundings cannot reach.
         layout: of its weights, as the product sums over them. Default: its last axis is summed over.
         inputs: layout of the inputs, if `promote_dtype` rounds them. Default: their own axes.
         ndim: how many axes a parameter without a layout has; more of them in front come of a stack of layers.
-        operation: what it computes with its parameters, as a rule's `operation` names it; empty for a norm.
+        operation: its computation with its parameters, as a rule's `operation` names it; empty for a norm.
     """
 
     parameters: Mapping[str, str]
@@ -82,7 +82,7 @@ class NnxKind:
 
     @property
     def caches(self) -> bool:
-        """Whether it keeps keys and values; its result is then that of an inner layer, which has an `output`."""
+        """Whether it keeps keys and values. Its result is then the result of an inner layer, which has an `output`."""
         return self.product is not None and self.product[1] is rounding_modules.RoundedAttention
 
     @property
@@ -203,7 +203,7 @@ def attach(
         rngs: for streams of keys.
         before: the previous rounding module of the layer's product, whose scales are kept if they are of the same kind.
         codes_by_name: parameters that are packed already, in their layout, by name.
-        tied: what has been packed in the model; a parameter that is packed again in the same way stays one.
+        tied: the parameters packed so far in the model; a parameter that is packed again in the same way stays one.
     """
     place = Location(type(layer).__name__, path, rule)
     _check_layer_rule(layer, kind, rule, path)
@@ -416,7 +416,7 @@ def codes_in_own_shape(
     codes: QArray, layout: OperandLayout, shape: tuple[int, ...], stack_ndim: int
 ) -> tuple[QArray, OperandLayout | None]:
     """As `pack_param` returns it, of codes and scales in a layout."""
-    # Layer by layer, so that the spec is that of one layer: as an axis among others, that of the stack would be named.
+    # Layer by layer, so that the spec is for one layer: as an axis among others, the stack's axis would be named.
     own = map_over_stack(stack_ndim, lambda one: restore_param_axes(one, layout, shape), codes)
     return (codes, layout) if own is None else (own, None)
 
@@ -430,7 +430,7 @@ def weight_names(module: Any, kind: NnxKind) -> list[str]:
 
 
 def check_param_axes(layer: Any, kind: NnxKind, place: Location) -> None:
-    """Refuse formats of parameters that name axes which those have not, before anything runs."""
+    """Refuse formats that name axes which their parameters have not, before anything runs."""
     assert place.rule is not None
     for name, role in kind.parameters.items():
         if getattr(layer, name) is not None:
@@ -468,7 +468,7 @@ def fork_rounding_stream(rule: Rule, rngs: nnx.Rngs | None, path: str) -> nnx.Rn
             f"rngs=None, but {rule} rounds stochastically in the layer {path!r}: pass flax.nnx.Rngs, for example "
             f"rngs=nnx.Rngs({rule.stochastic_stream}=0)"
         )
-    stream = getattr(rngs, rule.stochastic_stream, None)  # that of the name, or "default"
+    stream = getattr(rngs, rule.stochastic_stream, None)  # the stream of the name, or "default"
     if stream is None:
         raise ValueError(
             f"rngs has no stream {rule.stochastic_stream!r}, which {rule} draws from in the layer {path!r}: it has "

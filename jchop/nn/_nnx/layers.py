@@ -31,8 +31,8 @@ from jchop.nn._nnx.rounding_modules import (
 from jchop.nn._shared import cache, program_classes
 
 
-# What a quantized layer adds to one of Flax stands in the class itself: a class with one more parent could not become
-# that of a layer that is there already.
+# The additions of a quantized layer to one of Flax stand in the class itself: a class with one more parent could not
+# become the class of a layer that is there already.
 def _make_layer_call(base: type) -> Any:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.emulation is not None:
@@ -47,7 +47,7 @@ def _round_layer_output(layer: Any, y: Any) -> Any:
 
 
 def _embed_attend(self: Any, query: Array, out_sharding: Any = None) -> Array:
-    """The product of `query` with every embedding, as that of `flax.nnx.Embed`."""
+    """The product of `query` with every embedding, as in `flax.nnx.Embed`."""
     query, embedding = self.promote_dtype((query, self.embedding[...]), dtype=self.dtype)
     y = self.product(query, embedding, (((query.ndim - 1,), (1,)), ((), ())), out_sharding=out_sharding)
     return _round_layer_output(self, y)
@@ -164,14 +164,14 @@ def nnx_layers(model: nnx.Module) -> Iterator[tuple[str, Any, NnxKind | None]]:
 
 
 class NnxLayerRule(NamedTuple):
-    """A layer of a model, and what rules say for it.
+    """A layer of a model, and its rule.
 
     Args:
         entry: the layer.
         kind: its row of `NNX_KINDS`.
         numbers: the rules that match it, by number; all say the same.
         rule: its rule, as given; None if none matches.
-        effective_rule: what that rule rounds in this layer.
+        effective_rule: that rule with the roundings that it does in this layer.
     """
 
     entry: ModuleEntry
@@ -199,7 +199,7 @@ def nnx_layer_rules(model: nnx.Module, rules: Sequence[Rule]) -> list[NnxLayerRu
 
 
 def _rule_for_norm(rule: Rule) -> Rule:
-    """What a rule that decides other layers, too, says for a norm.
+    """A rule that decides other layers, too, as it is for a norm.
 
     A scale and an input of a norm enter no product, so programs leave them as they are under the same rule.
     """
@@ -208,7 +208,7 @@ def _rule_for_norm(rule: Rule) -> Rule:
 
 
 def entry_parameters(entry: ModuleEntry) -> dict[str, nnx.Variable]:
-    """The parameters of a module by name, without those of modules below it."""
+    """The parameters of a module by name, without the parameters of modules below it."""
     return {name: value for name, value in entry.variables.items() if isinstance(value, nnx.Param | QuantizedParam)}
 
 

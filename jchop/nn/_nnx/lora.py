@@ -77,14 +77,14 @@ class Adapted(nnx.Module):
 
 
 class AdaptableProgram(AdaptableModel):
-    """A model of NNX whose parameters are those of programs; without `inputs` the weights of linear layers.
+    """A model of NNX with the parameters of its programs; without `inputs`, with the weights of its linear layers.
 
     Each layer is then traced alone. A call of the model refuses an adapter whose weight other operations take.
     """
 
     @cached_property
     def params(self) -> Any:
-        """The parameters, those with adapters as `AdaptedParam`."""
+        """The parameters, parameters with adapters as `AdaptedParam`."""
         return programs.params_with_adapters(self.model)
 
     @property

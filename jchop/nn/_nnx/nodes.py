@@ -34,7 +34,7 @@ class ModuleEntry:
         module: the module.
         keys: of each path that leads to it, the names of attributes and the indexes. One that leads through the module
             itself is none.
-        variables: its variables by their paths below it, without those of modules below.
+        variables: its variables by their paths below it, without the variables of modules below.
     """
 
     module: nnx.Module
@@ -99,7 +99,7 @@ def node_at(model: Any, path: Keys) -> Any:
 
 
 def replace_nodes(model: Any, replacements: Mapping[int, Any]) -> Any:
-    """A model with other variables or modules, in place, in all that hold those with the ids of `replacements`."""
+    """A model with other variables or modules, in place, wherever one has an id of `replacements`."""
     nodes = [node for _, node in nnx.iter_graph(model) if nnx.graph.is_node(node)]
     for node in nodes:
         if isinstance(node, nnx.Variable):
@@ -226,7 +226,7 @@ def _put_leaf_on_devices(leaf: Any, where: NamedSharding) -> Any:
 
 
 def _leaf_shardings(value: Any, sharding: NamedSharding) -> Any:
-    """The sharding of each leaf of an array, or of codes and scales, by that of the array."""
+    """The sharding of each leaf of an array, or of codes and scales, by the sharding of the array."""
     if not isinstance(value, QArray | StoredAs):
         return sharding
     specs = _leaf_partition_specs(value, sharding.spec, sharding.mesh)
@@ -234,10 +234,10 @@ def _leaf_shardings(value: Any, sharding: NamedSharding) -> Any:
 
 
 def _leaf_partition_specs(value: QArray | StoredAs, spec: PartitionSpec, mesh: Any) -> Any:
-    """The `PartitionSpec` of each leaf of codes and scales, by that of the array.
+    """The `PartitionSpec` of each leaf of codes and scales, by the `PartitionSpec` of the array.
 
-    An axis that codes cannot be cut along is whole in every leaf. Where the mesh has one device along an axis, or no
-    mesh is known, scales are cut only if they have one for each number, so that the result fits other meshes, too.
+    An axis that codes cannot be cut along is whole in every leaf. If the mesh has one device along an axis, or is not
+    known, scales are cut only if there is one for each number. So the result fits other meshes, too.
     """
     qarray = value.stored if isinstance(value, StoredAs) else value
     entries: Sequence[Any] = (*spec, *[None] * (len(value.shape) - len(spec)))

@@ -132,7 +132,7 @@ def _refuse_method_attributes(module: Any, path: str) -> None:
 
 
 def calibrate_program(model: Any, method: str, combine: str) -> Callable[[], None]:
-    """Make a model of which the program is quantized note its data; what is returned ends that, and fixes ranges."""
+    """Make a model with a quantized program record its data. Call the result to stop that and to fix ranges."""
     observer = ScaleCalibration(method, combine)
     if not hasattr(model, _SCALES_ATTRIBUTE):
         setattr(model, _SCALES_ATTRIBUTE, nnx.data(ProgramScales(Scales({}, {}))))
@@ -155,7 +155,7 @@ def is_nnx_program(model: Any) -> bool:
 
 
 def _nnx_program_part(model: Any) -> ProgramPart:
-    """The place of a module under rules: in a model, or that of the model itself."""
+    """The place of a module under rules: in a model, or the place of the model itself."""
     return getattr(model, _PART_ATTRIBUTE)
 
 
@@ -221,7 +221,7 @@ def _part_call_key(
     """A key for the call of a part, which draws nothing.
 
     Raises:
-        ValueError: if the part rounds, and needs what the model alone has.
+        ValueError: if the part rounds, and needs state that the model alone has.
     """
     needs = {"a stream of keys": any(rule.stochastic for rule in part.rules), "kept scales": part.keeps}
     missing = [what for what, needs_it in needs.items() if needs_it]
@@ -291,7 +291,7 @@ _cached_nnx_method_function = lru_cache(maxsize=256)(_new_nnx_method_function)
 @jax.tree_util.register_static
 @dataclass(frozen=True, eq=False)
 class _NonArray:
-    """What is no array: in a result, or in attributes by the path of the module and the name."""
+    """A value that is no array: in a result, or in attributes by the path of the module and the name."""
 
     value: Any
 
@@ -299,7 +299,7 @@ class _NonArray:
 @partial(jax.tree_util.register_dataclass, data_fields=["out", "state", "attributes"], meta_fields=[])
 @dataclass(frozen=True)
 class _MethodResult:
-    """The result of a method, and what it has changed in a model: all state but parameters, and attributes."""
+    """The result of a method, and its changes of a model: all state but parameters, and attributes."""
 
     out: Any
     state: Any
@@ -437,7 +437,7 @@ class ParamAdapter(nnx.Module):
 
 
 def params_with_adapters(model: Any) -> Any:
-    """The parameters of a program, those with adapters as `AdaptedParam`."""
+    """The parameters of a program, parameters with adapters as `AdaptedParam`."""
     return _params_and_dropout_key(model, _split_program_state(model)[1])[0]
 
 

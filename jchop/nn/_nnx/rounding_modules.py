@@ -1,7 +1,7 @@
 """Small modules that round in a layer, and that Flax's layers call in place of Flax's functions; scales that are state.
 
-A module holds its specs, and if they are stochastic a stream of keys: state of the model like that of a dropout.
-Other modules have no state, so a checkpoint fits the model with and without them; their layers hold them as static
+A module holds its specs, and if they are stochastic a stream of keys: state of the model, as in a dropout layer.
+Other modules have no state, so a checkpoint fits the model with and without them. Their layers hold them as static
 attributes, which costs `flax.nnx.jit` less than modules.
 """
 
@@ -126,7 +126,7 @@ class ProgramScales(ScaleState):
         scales: as `jchop.quantize_fn` has them.
     """
 
-    observer: Any = None  # what `calibrate` has seen, while it runs the model
+    observer: Any = None  # the data that `calibrate` has seen, while it runs the model
 
     def __init__(self, scales: Scales) -> None:
         self.use_running_average = False
@@ -208,7 +208,7 @@ class RoundingModule(nnx.Module):
         return nnx.data(self) if jax.tree.leaves(self) else nnx.static(StaticRoundingModule(self))
 
     def set_data(self, **values: Any) -> None:
-        """Attributes for those that are there; the others stay the None of the class."""
+        """Sets the attributes that are given; the others stay the None of the class."""
         for name, value in values.items():
             if value is not None:
                 setattr(self, name, nnx.data(value))
@@ -417,10 +417,10 @@ class RoundedPromotion(RoundingModule):
         base: the replaced function.
         slots: the names of the arrays, as in a `NnxKind`.
         specs: the specs of arrays, and their layouts.
-        packed_params: names of those that are stored, and their forms.
+        packed_params: names of the stored arrays, and their forms.
         stream: of keys.
         place: for errors.
-        codes: whether a product takes the codes of what is stored.
+        codes: whether a product takes the codes of stored parameters.
     """
 
     def __init__(
@@ -504,7 +504,7 @@ class RoundedAttention(RoundedProduct):
         forms = OperandForms(self.key()), OperandForms(self.key())
         scores, sums = (partial(rounded_einsum, precision=precision, how=self.how, forms=one) for one in forms)
         sower = None if module is None else SimpleNamespace(sow=lambda _, *named: module.sow(nnx.Intermediate, *named))
-        # Linen's function is that of NNX, with an einsum as an argument.
+        # Linen's function is the one of NNX, with an einsum as an argument.
         weights = dot_product_attention_weights(query, key, bias, mask, module=sower, einsum=scores, **kwargs)  # type: ignore[arg-type]
         return sums("...hqk,...khd->...qhd", weights, value)
 

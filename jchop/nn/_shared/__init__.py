@@ -1,1 +1,1 @@
-"""What the faces of NNX, Linen and Equinox share."""
+"""Code that the faces of NNX, Linen and Equinox share."""

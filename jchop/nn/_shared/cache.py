@@ -38,7 +38,7 @@ def attend_from_cache(
         layer: a quantized attention layer with a cache.
         spec: the spec of keys and values.
         inputs: one token of each sequence, shape (..., 1, features).
-        mask: the positions to which the token may attend, among those in the cache.
+        mask: the positions of the cache to which the token may attend.
         deterministic: as of the layer; there must be no dropout.
         is_causal: has no effect: the cache holds only earlier tokens.
         rngs: likewise, without a dropout.

@@ -173,7 +173,7 @@ def _low_rank_factors(matrix: np.ndarray, rule: LoraRule) -> tuple[np.ndarray, n
 
 
 def add_adapter_output(y: Array, x: Array, a: Array, b: Array, axis: Sequence[int], rule: LoraRule) -> Array:
-    """The result y of a layer that sums over `axis` of x, with what an adapter adds."""
+    """Adds the output of an adapter to the result y of a layer that sums over `axis` of x."""
     sum_axes = sorted(i % x.ndim for i in axis)  # as Flax sums, in whatever order they are given
     a = a.reshape(*(x.shape[i] for i in sum_axes), a.shape[-1])
     projection = jnp.tensordot(x, a, (sum_axes, list(range(len(sum_axes)))))
@@ -212,7 +212,7 @@ _PEFT_PLAIN_INITS = ("true", "false", "none", "gaussian", "eva", "orthogonal", "
 
 _PEFT_MERGE_ADVICE = "merge the adapters in PEFT (merge_and_unload), and load the weights"
 
-#: What makes a regular expression match in several ways; escapes and sets of characters are read over.
+#: Syntax that makes a regular expression match in several ways; escapes and sets of characters are read over.
 _REGEX_TOKENS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?[:=!]?)?|\)[*+{]?|[|?*+{]", re.DOTALL)
 
 #: The most steps of all patterns of a file.
@@ -264,7 +264,7 @@ def read_adapters(
     Args:
         folder: of `save_lora` or PEFT.
         paths: of the layers that may have one.
-        shape_of: the shape of the weight of such a layer, of axes of inputs and then of outputs.
+        shape_of: the shape of the weight of a layer, of axes of inputs and then of outputs.
     """
     source = Path(folder)
     config, tensors = _read_peft_config(source / _PEFT_CONFIG), load(source / _PEFT_TENSORS)
@@ -336,7 +336,7 @@ def _max_match_ways(pattern: str, longest: int) -> int:
         if token[0] in "\\[":
             continue
         factor = 1
-        if token[0] == "(" and token != "(?":  # of flags and comments, which can hide what repeats
+        if token[0] == "(" and token != "(?":  # of flags and comments, which can hide a repetition
             branches.append(1)
         elif token == "|":
             branches[-1] += 1

@@ -1,4 +1,4 @@
-"""What models of NNX and Equinox share: modes, packing, and classes whose methods run under the rules of a model."""
+"""Helpers for models of NNX and Equinox: modes, packing, and classes whose methods run under the rules of a model."""
 
 from __future__ import annotations
 
@@ -153,8 +153,8 @@ class ProgramPart:
     Args:
         rules: of the model.
         path: of the module in the model, as keys.
-        names: parameters with other paths in the model than below `path`, since other modules hold them, too: the keys
-            below the module, and those in the model.
+        names: parameters with other paths in the model than below `path`, since other modules hold them, too. The keys
+            below the module, and the keys in the model.
         keeps: whether the model keeps scales, which a part cannot reach.
     """
 
@@ -179,7 +179,7 @@ class ProgramPart:
         return _rename_params(params, lambda path: other_paths.get(path, (*self.path, *path))) if self.path else params
 
     def params_in_part(self, params: Any) -> Any:
-        """Parameters by their paths in the model, by those in the module."""
+        """Parameters by their paths in the model, from parameters by their paths in the module."""
         other_paths, start = {full: path for path, full in self.names}, len(self.path)
         return _rename_params(params, lambda path: other_paths.get(path, path[start:])) if self.path else params
 
@@ -196,7 +196,7 @@ class ProgramPart:
         return model
 
     def refuse_state(self, what: str) -> None:
-        """Refuse to run the part without what the model alone has.
+        """Refuse to run the part without the state that the model alone has.
 
         Raises:
             ValueError: that names the part.
@@ -274,7 +274,7 @@ def class_body(
 
 
 def _compute_methods(plain: type, base: type) -> dict[str, Callable[..., Any]]:
-    """The methods of a class that compute, without those of the base of its library."""
+    """The methods of a class that compute, without the methods of the base of its library."""
     base_names = {*dir(base), *getattr(plain, "__dataclass_fields__", ())}
     return {
         name: value
@@ -285,7 +285,7 @@ def _compute_methods(plain: type, base: type) -> dict[str, Callable[..., Any]]:
 
 
 def is_plain_flax_layer(layer: Any, cls: type, base: type) -> bool:
-    """Whether a layer computes what its class of Flax does: no method of the class or the layer has been replaced.
+    """Whether a layer computes as its class of Flax does: no method of the class or the layer has been replaced.
 
     Args:
         layer: the layer.
@@ -322,11 +322,11 @@ def _method_code_objects(method: Any) -> Iterator[tuple[CodeType, str]]:
 def method_inputs(
     inputs: ExampleInputs | None, cls: type, call: ModelCall | None = None
 ) -> dict[str | ModelCall, tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Positional arguments and those by name, by the name of the method, or by the `call` that they are for.
+    """Arguments by position and by name, by the name of the method, or by the `call` that they are for.
 
     Raises:
         TypeError: for arguments that are neither a tuple nor a dict.
-        ValueError: for a name that is neither that of a method nor of an argument of the call.
+        ValueError: for a name that is neither a method nor an argument of the call.
     """
     if inputs is None:
         return {}

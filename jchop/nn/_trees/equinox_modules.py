@@ -40,7 +40,7 @@ def is_equinox_module(model: Any) -> bool:
 
 
 def check_flax_or_equinox(name: str, model: Any, more: str = "") -> None:
-    """Refuse what is no module of NNX or Equinox; `more` follows in the error."""
+    """Refuse an object that is no module of NNX or Equinox; `more` follows in the error."""
     if not is_equinox_module(model):
         check_instance(name, model, nnx.Module, f"a module of Flax NNX or Equinox{more}")
 
@@ -114,7 +114,7 @@ def equinox_scales(model: Any) -> Scales:
 
 
 def module_under_rules(plain: Any, rules: Sequence[Rule], scales: Scales) -> Any:
-    """A module whose methods, and those of the modules in it, run under rules."""
+    """A module whose methods, and the methods of the modules in it, run under rules."""
     keeps = bool(scales.learned or scales.stats)
     part = ProgramPart(tuple(rules), keeps=keeps or any(rule.scale_from is not None for rule in rules))
     module = _rebuild_module(plain, part)

@@ -1,4 +1,4 @@
-"""Adapters beside parameters: of pytrees, and of all models that have such parameters (`AdaptableModel`)."""
+"""Adapters beside parameters: of pytrees, and of all models with parameters in pytrees (`AdaptableModel`)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class AdaptableModel:
     Args:
         model: it.
         inputs: example arguments.
-        fun: what runs the parameters.
+        fun: the function of the parameters.
         rngs: NNX: the streams of keys.
         key: for the first values of A.
     """
@@ -104,11 +104,11 @@ class AdaptableModel:
         return (adapter_name(path),)
 
     def originals(self, original: Any) -> dict[str, tuple[Any, Any]]:
-        """Parameters before they were packed, with their layouts if these are not those of the targets."""
+        """Parameters before they were packed, with their layouts if these differ from the layouts of the targets."""
         return {path: (leaf, None) for path, leaf in leaves_by_path(original).items()}
 
     def put(self, leaves: Iterable[tuple[str, Any]], unpacked: Sequence[str] = ()) -> Any:
-        """The model with other parameters at some paths, of which those at `unpacked` had been packed."""
+        """The model with other parameters at some paths; the parameters at `unpacked` had been packed."""
         return replace_leaves(self.model, dict(leaves))
 
 
@@ -134,7 +134,7 @@ class AdaptableEquinox(AdaptableModel):
 
 
 def rules_excluding_params(rules: Sequence[Rule], excluded: Sequence[str], model: Any) -> tuple[Rule, ...]:
-    """Rules that leave the parameters `excluded` of a model as they are, without those that match nothing any more."""
+    """Rules that leave the parameters `excluded` of a model as they are, without rules that match nothing any more."""
     new_rules, paths = (*(Rule(f"/{path}/") for path in excluded), *rules), list(leaves_by_path(model))
     old_matches, new_matches = (
         {some[n] for path in paths if (n := rule_index(path, some)) is not None} for some in (rules, new_rules)

@@ -29,7 +29,7 @@ _ROWS_PER_PRODUCT = 1024
 
 
 class InputSums(NamedTuple):
-    """Sums over the rows x (tokens) of the matrices of a product; y are those of the other trajectory.
+    """Sums over the rows x (tokens) of the matrices of a product; y are the rows of the other trajectory.
 
     Args:
         gram: of x x^T, (batch, summed, summed).
@@ -90,7 +90,7 @@ def input_means(sums: InputSums) -> InputMeans:
 def sums_over_rows(x: Array, y: Array | None = None, mask: Array | None = None) -> InputSums:
     """The sums over rows.
 
-    A product of matrices sums over `_ROWS_PER_PRODUCT` rows in the carrier; the sums of those are compensated.
+    A product of matrices sums over `_ROWS_PER_PRODUCT` rows in the carrier; the sums of these are compensated.
 
     Args:
         x: (batch, rows, summed).
@@ -143,11 +143,11 @@ jax.tree_util.register_pytree_node(Lanes, lambda lanes: (tuple(lanes), None), la
 class Collector(Runner):
     """Runs a program on several trajectories at once, equation by equation, and sums up the inputs of products.
 
-    All trajectories take the branches, the order and the experts that the last one chooses, so that a row of an input
+    All trajectories take the branches, the order and the experts that the last one chooses. So a row of an input
     is one sample in all of them.
 
     Args:
-        lanes: what runs each trajectory; the sums are those of the last one, and beside it of the first.
+        lanes: the runner of each trajectory; the sums are of the last one, and beside it of the first.
         roundings: of the products of the last one.
         sites: the products.
         leaves: the indexes of the parameters whose inputs are summed up.
@@ -173,10 +173,10 @@ class Collector(Runner):
         Args:
             plan: the program.
             values: its arguments.
-            overrides: those that each trajectory has changed, by their index.
+            overrides: the arguments that each trajectory has changed, by their index.
             seeds: of random roundings.
-            window_start: the first turn of the outermost loop over a stack of each parameter, or of its constant
-                indexes, of those that the sums are of alone. Default: all.
+            window_start: if only a window of turns is summed, its first turn of the outermost loop over a stack of each
+                parameter, or of its constant indexes. Default: all.
             window_size: how many turns these are.
         """
         self._window = self._layer_window = None if window_size is None else (window_start, window_size)
@@ -207,7 +207,7 @@ class Collector(Runner):
         self._add_sums(leaf, compute_sums() if self._in_window is None else _sums_if(self._in_window, compute_sums))
 
     def _add_layer(self, leaf: int, indexes: tuple[int, ...], compute_sums: Callable[[], InputSums]) -> None:
-        """Add sums to those of one layer of a stack, if the layer is within the window."""
+        """Add sums to the sums of one layer of a stack, if the layer is within the window."""
         length, *other_lengths = self.sites.stacks[leaf]
         slot, *other_indexes = indexes
         if self._layer_window is None:
@@ -271,7 +271,7 @@ class Collector(Runner):
     # -- loops and branches --------------------------------------------------------------------------------------------
 
     def scan(self, step: Any, turn: ScanTurn, start: Any, xs: Any, order: ScanOrder) -> tuple[Any, Any]:
-        """A loop: the sums of stacked parameters are those of each turn, those of others run through the turns."""
+        """A loop: stacked parameters have sums for each turn; the sums of others run through the turns."""
         stacked_leaves = scanned_leaves(step)
         window = self._window if stacked_leaves & self.leaves else None
 
@@ -316,7 +316,7 @@ class Collector(Runner):
         return state[0], ys
 
     def switch(self, index: Any, branches: Sequence[Callable[[Any], Any]], operands: Any) -> Any:
-        """A branch: all trajectories take that of the last one, so that their values can be compared."""
+        """A branch: all trajectories take the branch of the last one, so that their values can be compared."""
 
         def collected(run: Callable[[Any], Any], values: Any) -> Any:
             return self._collected(partial(run, values))

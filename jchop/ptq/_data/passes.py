@@ -58,7 +58,7 @@ def sum_bytes(site: WeightSite, parameter: Any, two_trajectories: bool = False) 
 
     Args:
         site: the place of the parameter.
-        parameter: its value. The totals and those of a batch count.
+        parameter: its value. The totals and the sums of a batch count.
         two_trajectories: whether there are two trajectories, as `sums_over_rows` of x and y.
     """
     dtype = jnp.promote_types(parameter.dtype, jnp.float32)
@@ -87,7 +87,7 @@ def check_memory(stages: Sequence[Stage], sizes: Mapping[int, tuple[int, int]], 
     """Refuse less memory than each turn of weights that share an input needs; arguments as of `split_stages`.
 
     Raises:
-        ValueError: that names those that need the most.
+        ValueError: that names the parameters that need the most.
     """
     needs = {stage.leaves: sum(sizes[i][0] for i in stage.leaves) for stage in stages}
     largest = max(needs.values(), default=0)
@@ -168,7 +168,7 @@ class BatchData:
         return self.program(next(enumerate_batches(self.batches))[1])
 
     def last(self) -> tuple[Any, Any, WeightSites]:
-        """The program of the last batch, as `first`; those of the others are traced, too."""
+        """The program of the last batch, as `first`; the programs of other batches are traced, too."""
         return [self.program(batch) for _, batch in enumerate_batches(self.batches)][-1]
 
     def program(self, batch: Any) -> tuple[Any, Any, WeightSites]:
@@ -200,7 +200,7 @@ class BatchData:
         """The sums over all batches of the inputs of some parameters, by their index; and the last batch's program.
 
         Args:
-            trajectories: parameters, by index, that differ from those in full precision, for each trajectory. Default:
+            trajectories: parameters, by index, that differ from full precision, for each trajectory. Default:
                 one, with none.
             round_activations: whether the last trajectory rounds activations as the rules say. Default False.
             leaves: the indexes of the parameters. Default: all that are rounded, or all if there are no rules.
@@ -242,14 +242,14 @@ class BatchData:
     def errors(
         self, others: Mapping[int, Sequence[Any]], roundings: Sequence[Mapping[int, Array]]
     ) -> dict[tuple[int, int], tuple[float, float, float]]:
-        """Sums of squares over all batches, of what steps make of parameters: of their results, and of their errors.
+        """Sums of squares over all batches: of the results that uses of parameters give, and of their errors.
 
         Args:
-            others: the uses, as `WeightSites.others` of the first batch; those of other programs count, too.
+            others: the uses, as `WeightSites.others` of the first batch; uses in other programs count, too.
             roundings: two roundings of the parameters.
 
         Returns:
-            By the parameter and the number of its use; those that are not reached are absent.
+            By the parameter and the number of its use; uses that are not reached are absent.
         """
         total: dict[tuple[int, int], Any] = {}
         for _, batch in enumerate_batches(self.batches):

@@ -22,7 +22,7 @@ from jchop._quantized.program.weight_layout import stack_ndim
 
 
 def runs_step_by_step(step: Any) -> bool:
-    """Whether the programs of a step are run equation by equation: those of calls, branches and loops of known length.
+    """Whether the programs of a step are run equation by equation: in calls, branches and loops of known length.
 
     The row of `CONTROL` says it: a loop has turns, and calls and branches pass operands on, or are derivative rules.
     """
@@ -102,7 +102,7 @@ class Stage:
     turn: tuple[int, ...] = ()
 
 
-#: A value of which not all numbers are those of its first parameter, so that its slices are not those of this one.
+#: A value with numbers from others than its first parameter, so that its slices are not slices of this parameter.
 _JOINED, _JOINING_PRIMITIVES = 2, frozenset(("concatenate", "pad", "stack"))
 
 
@@ -117,10 +117,10 @@ class WeightSites:
             of the parameter.
         stacks: the axes of these stacks, by the index of the parameter.
         reasons: why a parameter that reaches a product is not looked at.
-        others: what takes a parameter beside the products that are looked at: the step, which of its operands it is,
+        others: other uses of a parameter than the products that are looked at: the step, which of its operands it is,
             and the use.
-        inputs: the products in the order of the program, each turn of a loop by itself: the parameter, the turns of the
-            loops that run over it or its constant indexes, and what is equal for neighbours with one input.
+        inputs: the products in the order of the program, each turn of a loop by itself. Each has the parameter, the
+            turns of loops that run over it or its constant indexes, and a value equal for neighbours with one input.
     """
 
     by_leaf: dict[int, WeightSite] = field(default_factory=dict)
@@ -225,7 +225,7 @@ class _DependenceWalk(ProgramWalk):
         return [max(index, *levels) for levels in zip(*(run(operands) for run in branches), strict=True)]
 
     def scan(self, step: Any, turn: ScanTurn, start: Any, xs: Any, order: ScanOrder) -> tuple[Any, Any]:
-        """A loop, until what holds in a turn holds in the next one."""
+        """A loop, until the facts of a turn hold in the next one."""
         while True:
             after, ys = turn(start, xs, 0)
             after = list(map(max, start, after))
@@ -235,7 +235,7 @@ class _DependenceWalk(ProgramWalk):
 
 
 class _SiteWalk(ProgramWalk):
-    """Finds the sites of a program, in its order; `first_views` are those of the first product of each parameter."""
+    """Finds the sites of a program, in its order; `first_views` are for the first product of each parameter."""
 
     def __init__(
         self, program: Any, first_views: Mapping[int, MatrixView], sites: WeightSites, dependence: Mapping[int, Any]

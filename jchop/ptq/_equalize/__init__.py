@@ -1,1 +1,1 @@
-"""Mappings: parameters changed before they are rounded so that the function stays what it is."""
+"""Mappings: parameters changed before they are rounded so that the function stays the same."""

@@ -1,7 +1,7 @@
 """The factors of the channels of a value, and how they pass through one equation: from one of its values to all others.
 
 The channels of a mapping are numbered from 0. A value whose numbers have factors has, on each axis, runs (size, stride)
-of indexes, the last one moving fastest: the channel of a number is the sum of index times stride over all runs. A
+of indexes, the last one moving fastest. The channel of a number is the sum of index times stride over all runs. A
 stride of 0 is a run of indexes with one factor. So axes that are split, merged and moved are followed exactly.
 """
 
@@ -66,7 +66,7 @@ def has_one_factor(axis: RunAxis) -> bool:
 
 
 def merge_runs(runs: Iterable[ChannelRun]) -> RunAxis:
-    """Runs with those put together that are one."""
+    """Runs, joined where they are one."""
     parts = provenance.merge_factors([provenance.AxisFactor(0, size, stride) for size, stride in runs if size != 1])
     return tuple((part.size, part.inner) for part in parts)
 
@@ -190,7 +190,7 @@ class Port:
 
 
 def factor_assignments(node: GraphNode, label: FactorLabel, place: int, is_result: bool) -> FactorAssignments:
-    """The factors that the values of a node may have, if one of them has those of `label`.
+    """The factors that the values of a node may have, if one of them has the factors of `label`.
 
     Args:
         node: the node.
@@ -292,7 +292,7 @@ def _axes_rule(pairs_of: provenance.AxisPairs, reason: str, ties: bool = False) 
     Args:
         pairs_of: these axes.
         reason: why numbers must have one factor along the others.
-        ties: whether those of the result may be tied to have one.
+        ties: whether the factors of the result may be tied to have one.
     """
 
     def rule(port: Port) -> FactorAssignments:
@@ -310,7 +310,7 @@ def _axes_rule(pairs_of: provenance.AxisPairs, reason: str, ties: bool = False) 
 
 
 def _label_by_axes(port: Port, axes: Mapping[int, int], other: GraphValue, reason: str) -> FactorLabel:
-    """The factors of another value, whose axes are those of this one by number; along others there is one factor."""
+    """The factors of another value, whose axes are the axes of this one by number; along others there is one factor."""
     other_axes = [_runs_of_one_factor(n) for n in other.shape]
     for i, runs in enumerate(port.own):
         if i in axes:
@@ -458,7 +458,7 @@ def _conv_factors(port: Port) -> FactorAssignments:
     values = [*port.node.ins[:2], *port.node.outs]
 
     def labels(axes: Sequence[int]) -> list[FactorLabel]:
-        """The factors of image, kernel and result along one axis of each; those before are of one of them."""
+        """The factors of image, kernel and result along one axis of each; the known factors are of one of them."""
         channel_axis = axes[2 if port.is_result else port.place]
         pairs = zip(values, axes, strict=False)
         return [_label_by_axes(port, {channel_axis: axis}, value, _MIXED_CHANNELS) for value, axis in pairs]

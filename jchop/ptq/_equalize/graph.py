@@ -30,10 +30,10 @@ class GraphValue:
         shape: in one turn.
         real: whether it holds real numbers.
         source: the fixed value that it is: ``"an argument"``, ``"a constant"``, also one that nodes make of constants
-            alone; empty if a node makes it of others.
+            alone. Empty if a node makes it of others.
         leaf: the index of the parameter that it is, or None.
         zero: whether it is zero.
-        nodes: those that make or read it.
+        nodes: the nodes that make or read it.
         result: whether it is a result of the program.
         is_parameter: whether it is computed from parameters alone.
     """
@@ -101,7 +101,7 @@ class ProgramGraph:
 
     Args:
         parameters: by index.
-        places: of the sites, in the order of the program; without those of convolutions in groups.
+        places: of the sites, in the order of the program, without convolutions in groups.
     """
 
     parameters: dict[int, GraphValue] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Parameters mapped by statistics: what the factors are, where they go, and what there is to report."""
+"""Parameters mapped by statistics: the factors, their places, and the facts for the report."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def smooth_factors(step: Smooth, members: Sequence[ChannelWeight], count: int) -
 
 
 def awq_factors(step: Awq, members: Sequence[ChannelWeight], count: int, units: int) -> tuple[np.ndarray, list[str]]:
-    """The factors of least error at the outputs, and what was chosen in each unit.
+    """The factors of least error at the outputs, and the choice in each unit.
 
     Args:
         step: the grid.
@@ -124,7 +124,7 @@ def awq_factors(step: Awq, members: Sequence[ChannelWeight], count: int, units: 
 def _candidate_factors(
     inputs: np.ndarray, weights: np.ndarray | None, is_used: np.ndarray, ratio: float, units: int
 ) -> np.ndarray:
-    """The factors of one exponent; those of a unit have 1 in the middle of their range."""
+    """The factors of one exponent; the factors of a unit have 1 in the middle of their range."""
     factors = inputs**ratio if weights is None else inputs**ratio / (weights ** (1 - ratio) + 1e-4)
     factors = np.where(np.isfinite(factors), factors, 1.0).clip(1e-4)
     unit_factors = np.where(is_used, factors, np.nan).reshape(units, -1)
@@ -180,13 +180,13 @@ def _factor_losses(
 
 @dataclass
 class MappingRecord:
-    """What mappings did.
+    """The record of mappings.
 
     Args:
         methods: the names of the steps that were taken for a weight, by its index.
         notes: of a weight, or of a layer of a stack of them: its index, and the turn or ``()``.
-        before: signal-to-noise ratio of the product of a weight before it was changed, each element rounded to nearest:
-            the mean squares of the outputs and of their errors.
+        before: signal-to-noise ratio of the product of a weight before it was changed, each element rounded to nearest.
+            It is the mean squares of the outputs and of their errors.
         passes: how often the data were run.
         online: factors of the inputs of weights that no parameter has taken, by the index of the weight, as
             `StoredAs.input_factors`.
@@ -243,7 +243,7 @@ class _MappingJob:
 
     Args:
         step: the step.
-        record: what is reported.
+        record: the record for the report.
         data: its other programs are of batches of other shapes.
         lazy_sums: the statistics of the inputs, with the program and the sites of the weights that are rounded.
     """
@@ -256,7 +256,7 @@ class _MappingJob:
         self.new_values: dict[int, Any] = {}
 
     def run(self) -> None:
-        """Map every weight that is rounded, together with those that share its input."""
+        """Map every weight that is rounded, together with the weights that share its input."""
         previous: set[int] = set()
         for place in self.graph.places:
             leaf = place.site.leaf
@@ -278,7 +278,7 @@ class _MappingJob:
             self._map_products(place, fold, members)
 
     def result(self, params: Any) -> Any:
-        """The parameters with those that are changed."""
+        """The parameters with the changed ones."""
         leaves, tree = jax.tree.flatten(params, is_leaf=is_packed_param)
         for leaf, value in self.new_values.items():
             leaves[self.call.places[leaf]] = value
@@ -368,7 +368,7 @@ class _MappingJob:
     def _factors(
         self, members: Sequence[ChannelWeight], count: int, units: Callable[[], int]
     ) -> tuple[np.ndarray, list[str]]:
-        """The factor of each channel, and what was chosen in each unit."""
+        """The factor of each channel, and the choice in each unit."""
         if isinstance(self.step, Smooth):
             return smooth_factors(self.step, members, count), []
         assert isinstance(self.step, Awq)
@@ -386,7 +386,7 @@ class _MappingJob:
         matrices: Any = np.broadcast_to(np.arange(size)[None, :, None], (batch, size, kept))
         channels: Any = site.layout.back(
             matrices
-        )  # those of each element of the weight, then without the axes of outputs
+        )  # the channels of each element of the weight, then without the axes of outputs
         for axis in range(channels.ndim):
             if (channels == (first := channels.take([0], axis))).all():
                 channels = first
@@ -512,7 +512,7 @@ class InputFactors:
         return x * self.layout.lay(jnp.broadcast_to(self.factors, self.layout.shape))[:, :, 0].astype(x.dtype)
 
     def gram(self, x: Array) -> Array:
-        """Means of x y^T of inputs, (1, summed, summed), as those of multiplied ones."""
+        """Means of x y^T of multiplied inputs, (1, summed, summed), from the means of the inputs."""
         return self.inputs(self.inputs(x).swapaxes(1, 2)).swapaxes(1, 2)
 
 

@@ -1,7 +1,7 @@
-"""Which parameters take up the factors of channels, or their rotation, so that the function stays what it is.
+"""Which parameters take up the factors of channels, or their rotation, so that the function stays the same.
 
-For a rotation, a label with power 1 says that the channels of a value are multiplied by an orthogonal matrix, along the
-runs that are not tied; one with power 2, that they are the squares of such numbers, which can only be summed.
+For a rotation, a label of power 1: an orthogonal matrix multiplies the channels of a value, along the runs
+that are not tied. A label of power 2: they are the squares of these numbers, which can only be summed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Fold:
     """Factors of channels that cancel; or a rotation of them.
 
     Args:
-        channels: the channels: those of the inputs of a product, in the order of its statistics.
+        channels: the channels of the inputs of a product, in the order of its statistics.
         labels: the values that have factors, or are rotated.
     """
 
@@ -51,7 +51,7 @@ def channels_of(place: ProductPlace) -> tuple[int, tuple[int, ...], list[tuple[i
     """The channels of the inputs of a product, in the order of their statistics.
 
     Returns:
-        Their number, the lengths of the axes of the weight (loops, then its own), and of those that count channels the
+        Their number, the lengths of the axes of the weight (loops, then its own), and of axes that count channels the
         number of the axis and the distance of neighbours.
     """
     value = place.node.ins[place.side]
@@ -72,8 +72,8 @@ def fold_of(
 ) -> Fold:
     """How factors of the inputs of a product can be folded into parameters.
 
-    The weight takes the factors s, so that its input must have 1/s, and so on through the program, equation by
-    equation, until every value that has factors is made and read by equations that keep the function what it is.
+    The weight takes the factors s, so its input must have 1/s, and so on through the program. This ends when every
+    value that has factors is made and read by equations that keep the function the same.
 
     Args:
         place: the product.
@@ -147,7 +147,7 @@ class _FoldSearch:
         raise reasons[0]
 
     def _ways(self, state: _PartialFold, value: GraphValue, node: GraphNode) -> list[Any]:
-        """The ways that agree with what is known."""
+        """The ways that agree with the known facts."""
         label = state.labels[value]
         assert label is not None
         is_result = value not in node.ins
@@ -161,7 +161,7 @@ class _FoldSearch:
 
 @dataclass(frozen=True)
 class _PartialFold:
-    """What is known in a search.
+    """The known facts of a search.
 
     Args:
         labels: the labels, None for values without factors.
@@ -386,7 +386,7 @@ def _select_rotation(rotation: _RotationWays, port: Port) -> FactorAssignments:
 
 
 def _dot_rotation(port: Port) -> Iterator[Any]:
-    """A product sums over all of the channels, or none; those of its batch are not mixed."""
+    """A product sums over all of the channels, or none; the channels of its batch are not mixed."""
     dot: Any = port.node.product
     batch = range(len(dot.batch[0])) if port.is_result else dot.batch[port.place]
     batch_runs = [run for axis in batch for run in port.own[axis] if run[1]]
@@ -404,7 +404,7 @@ _ROTATION_RULES: dict[str, Callable[[_RotationWays, Port], FactorAssignments]] =
     "reduce_sum": _sum_rotation,
     "select_n": _select_rotation,
 }
-#: Those of which the rules of factors hold for rotations.
+#: The primitives whose rules of factors hold for rotations.
 _ROTATION_LINEAR_NAMES = """
     add add_any sub neg copy copy_p name stop_gradient sharding_constraint reshard device_put optimization_barrier slice
     dynamic_slice convert_element_type reshape transpose broadcast_in_dim squeeze expand_dims rev cumsum concatenate

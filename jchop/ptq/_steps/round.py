@@ -144,12 +144,12 @@ class InverseFactor(NamedTuple):
 
 
 def column_order(gram: Array, by_activation: bool, m: int = 1) -> Array:
-    """The order of columns: that of falling diagonal entries, or as they lie.
+    """The order of columns: by falling diagonal entries, or as they lie.
 
     Args:
         gram: the matrix H.
         by_activation: whether by its diagonal.
-        m: how many consecutive columns stay together, in their own falling order: groups come in that of their
+        m: how many consecutive columns stay together, in their own falling order. Groups are in the order of their
             largest entries, and a last one that is shorter comes last. Default 1.
     """
     size = gram.shape[0]
@@ -166,8 +166,8 @@ def column_order(gram: Array, by_activation: bool, m: int = 1) -> Array:
 def inverse_factor(gram: Array, damping: Array) -> InverseFactor:
     """The factor of a Gram matrix, damped more and more until it exists.
 
-    With the columns in reversed order H = L L^T, so J L J (J reverses) is the upper factor R of H = R R^T, and R^-1 the
-    one sought: one factorization and one triangular inverse. The inverse of H itself is never computed.
+    With the columns in reversed order H = L L^T. So J L J (J reverses) is the upper factor R of H = R R^T, and R^-1 the
+    one sought. This takes one factorization and one triangular inverse. The inverse of H itself is never computed.
 
     Args:
         gram: the matrix H, in the order of the sweep.
@@ -211,9 +211,9 @@ def gptq_sweep(
 ) -> tuple[Array, Array]:
     """The codes of a matrix, column after column, and the loss of each row.
 
-    The error of a column, over the diagonal entry of U, is taken off the columns after it in the ratios of that row of
+    The error of a column, over the diagonal entry of U, is taken off later columns, in the ratios of that row of
     U. Within a small block this happens at once, and beyond it by a product of matrices when a block is done. The lines
-    of the algorithm are those of Frantar et al., "GPTQ" (2022); those that prune, of Frantar and Alistarh, "SparseGPT"
+    of the algorithm are from Frantar et al., "GPTQ" (2022); lines that prune are from Frantar and Alistarh, "SparseGPT"
     (2023).
 
     Args:
@@ -222,10 +222,10 @@ def gptq_sweep(
         upper: the factor U.
         key: a typed key if the rounding is stochastic.
         block: how many columns make up a block, at least; whole groups of columns that are pruned together.
-        mask: which elements are not zero, in the order of the sweep. Default: all, or those of `sparsity`.
+        mask: which elements are not zero, in the order of the sweep. Default: all, or as `sparsity` chooses.
         worth: of an element of each column, 1 / U_jj for one whose input is not always zero; with `sparsity`.
-        sparsity: n and m: of every m columns of the sweep each row keeps the n elements with the largest product of
-            magnitude and worth, as they are when the sweep reaches the group.
+        sparsity: n and m. Of every m columns of the sweep each row keeps the n elements with the largest product of
+            magnitude and worth. Magnitudes are taken when the sweep reaches the group.
 
     Returns:
         The codes, one entry for each element, in the order of the sweep; and the sum of squared errors of each row.
@@ -325,9 +325,9 @@ def clip_groups(
 ) -> Array:
     """A parameter whose groups are clipped so that the errors of its product are least.
 
-    Each group is rounded by itself: its share of the error is that of its own inputs, tr(E^T H E) for the errors E of
-    the group and the rows and columns of H that it has. Before a sweep, which takes the error of a column off the
-    others, it is what remains of each error; and since numbers then move, a share must save `_LEAST_GAIN` of it, or the
+    Each group is rounded by itself. Its share of the error comes from its own inputs: tr(E^T H E), with the group's
+    errors E and its rows and columns of H. Before a sweep, which takes the error of a column off the
+    others, the rest of each error counts. Numbers then move, so a share must save `_LEAST_GAIN` of it, or the
     group keeps its range. Numbers beyond the ends of the clipped group keep their values, and are rounded to the ends
     of its scale.
 
@@ -436,7 +436,7 @@ def round_under_scales(
 
 
 def neighbours(matrix: Array, scales: ElementScales) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """The codes and numbers that each number lies between, or twice those of the end of the format beyond it."""
+    """The codes and numbers around each number; beyond the end of the format, the ones at the end, twice."""
 
     def towards(mode: str) -> tuple[Array, Array]:
         own = replace(scales, spec=replace(scales.spec, rounding=mode, random_bits=None, overflow="saturate"))
@@ -460,10 +460,10 @@ def sign_descent(
 ) -> tuple[Array, Array]:
     """Which numbers of a matrix take the neighbour above, and the error of the product in each column of it.
 
-    A number at the fraction f of the way between its neighbours takes the one above if f + v > 1/2, for an offset v
-    within [-1/2, 1/2]. Offsets begin with 0, and move against the sign of the gradient of tr(E^T H E), summed up with
-    momentum, for the errors E of rounding; the rate falls to 0. The best offsets of each column are kept, to nearest
-    among them.
+    A number at the fraction f of the way between its neighbours takes the one above if f + v > 1/2. The offset v is
+    within [-1/2, 1/2]. Offsets begin with 0, and move against the sign of the gradient of tr(E^T H E), for the errors
+    E of rounding. The gradient is summed up with momentum, and the rate falls to 0. The best offsets of each column
+    are kept, to nearest among them.
 
     Args:
         matrix: the numbers, (summed, kept).
@@ -495,14 +495,14 @@ def sign_descent(
 
 
 class RoundingOutcome(NamedTuple):
-    """A rounded parameter, and what there is to report of each of its matrices.
+    """A rounded parameter, and facts for the report of each of its matrices.
 
     Args:
         weight: the parameter.
         numbers: its numbers.
         energy: the mean square of the outputs W x, summed over them.
-        before: that of the errors of the outputs if every element is rounded to nearest by itself.
-        after: that of the rounded parameter.
+        before: the mean square of the errors of the outputs if every element is rounded to nearest by itself.
+        after: the mean square of the errors of the outputs of the rounded parameter.
         damping: of the factorization; 0 without one.
         tries: how many factorizations there were.
         dead: how many columns had no input but zero.
@@ -542,7 +542,7 @@ def round_parameter(
         key: a typed key if the rounding is stochastic.
         placement: its rounding.
         layout: it as matrices.
-        steps: what is done.
+        steps: the steps to take.
     """
     dtype = jnp.promote_types(weight.dtype, jnp.float32)
     gram = gram.astype(dtype)
@@ -677,7 +677,7 @@ def _order_and_factor(step: Sweep, pruning: Sparse | None, gram: Array) -> tuple
 
 
 def column_worth(order: Array, factor: InverseFactor) -> Array:
-    """What is left of an error of each column once those after it have taken it up: 1 / U_jj, 0 without an input.
+    """The rest of an error of each column once the columns after it have taken it up: 1 / U_jj, 0 without an input.
 
     So a column without an input is the first to be pruned, and by magnitudes alone if its whole group has none.
     """

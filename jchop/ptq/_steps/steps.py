@@ -138,7 +138,7 @@ class BiasCorrection(CalibrationStep):
 
 @dataclass(frozen=True)
 class CalibrationSteps:
-    """What is done to each weight: at most one step of each kind, None for one that is not taken; mappings before."""
+    """The steps for each weight: at most one of each kind, None for one that is not taken; mappings before."""
 
     in_order: InOrder | None = None
     mappings: tuple[MappingStep, ...] = ()
@@ -487,7 +487,7 @@ def as_steps(steps: Any) -> CalibrationSteps:
     """A list of steps, checked.
 
     Raises:
-        TypeError: for what is no step.
+        TypeError: for an object that is no step.
         ValueError: for two steps of one kind, a correction after the rounding, or a mapping after either.
     """
     values = [steps] if isinstance(steps, CalibrationStep) else list(steps) if isinstance(steps, Iterable) else None
