@@ -470,15 +470,16 @@ def _gguf_type_and_bytes(name: str, value: ModelArray) -> tuple[int, np.ndarray]
                 return number, np.ascontiguousarray(value)
         dtypes = ", ".join(str(block.dtype) for block in GGUF_BLOCKS.values() if block.dtype is not None)
         raise ValueError(f"{name!r} is of dtype {value.dtype}; a GGUF file has {dtypes}")
-    reasons = []
+    reasons = dict[str, list[str]]()
     for number, block in GGUF_BLOCKS.items():
         if block.write is not None:
             try:
                 return number, block.write(value)
             except ValueError as error:
-                reasons.append(f"{block.name}: {error}")
-    fits = ", ".join(block.fits for block in GGUF_BLOCKS.values() if block.write is not None)
-    raise ValueError(f"{name!r} of {value.spec} cannot be written to a GGUF file ({'; '.join(reasons)}). It has {fits}")
+                reasons.setdefault(str(error), []).append(block.name)
+    why = "; ".join(f"{', '.join(blocks)}: {reason}" for reason, blocks in reasons.items())
+    fits = ", ".join(block.fits for block in GGUF_BLOCKS.values() if block.fits)
+    raise ValueError(f"{name!r} of {value.spec} cannot be written to a GGUF file ({why}). It has {fits}")
 
 
 # -- `save_checkpoint`, and the conversion of folders ------------------------------------------------------------------

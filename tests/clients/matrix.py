@@ -26,6 +26,7 @@ TESTS = {
     "test_transformers_loads_experts_of_gpt_oss_that_jchop_writes": ("transformers", (WRITE,), "mxfp4"),
     "test_transformers_runs_a_model_of_flax": ("transformers", (WRITE,), "compressed-tensors"),
     "test_jchop_reads_every_type_as_gguf_does": ("gguf", (READ,), "gguf"),
+    "test_jchop_writes_the_bytes_that_llama_cpp_quantized": ("llama.cpp", (READ, WRITE), "gguf"),
     "test_gguf_reads_what_jchop_writes": ("gguf", (WRITE,), "gguf"),
     "test_llama_cpp_generates_from_what_jchop_makes_of_a_folder": ("llama.cpp", (WRITE,), "gguf"),
     "test_ten_tokens_are_the_same_after_a_conversion": ("llama.cpp", (WRITE,), "gguf"),
