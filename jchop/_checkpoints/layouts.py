@@ -34,7 +34,7 @@ _GPTQ_WIDTHS = (2, 3, 4, 8)
 # `utils/packing_utils.py`. The numbers are s (u - z). The QArray is the transpose, (out, in), as in the model.
 
 
-def _gptq_form(entries: row.TensorEntries, bits: int | None) -> tuple[int, int, int] | None:
+def _gptq_form(entries: row.TensorEntries) -> tuple[int, int, int] | None:
     """(bits, in, out) of words of AutoGPTQ; None if the tensors have another form."""
     words, zeros, scales = entries["qweight"], entries["qzeros"], entries["scales"]
     if not (row.is_matrix(words, row.WORD) and row.is_matrix(zeros, row.WORD) and row.is_matrix(scales)):
@@ -42,32 +42,33 @@ def _gptq_form(entries: row.TensorEntries, bits: int | None) -> tuple[int, int, 
     out = words.shape[1]
     width = zeros.shape[1] * 32 // out
     fits = width in _GPTQ_WIDTHS and zeros.shape[1] * 32 == out * width and words.shape[0] * 32 % width == 0
-    if not fits or (bits is not None and bits != width):
+    if not fits:
         return None
     return width, words.shape[0] * 32 // width, out
 
 
 def _look_gptq(entries: row.TensorEntries) -> tuple[int, ...] | None:
-    form = _gptq_form(entries, None)
+    form = _gptq_form(entries)
     return None if form is None else (form[2], form[1])
 
 
 def _read_gptq(parts: row.TensorParts, facts: row.LayoutFacts, *, offset: int) -> QArray:
     words, zeros = parts["qweight"], parts["qzeros"]
-    own = bool(row.fact_field(facts, "dynamic", dict))  # modules may have their own bits and groups
-    form = _gptq_form(parts, None if own else row.fact_field(facts, "bits", int))  # type: ignore[arg-type]
-    check(form is not None, f"bits={facts.get('bits')} of the configuration does not fit qzeros of shape {zeros.shape}")
+    form, widths = _gptq_form(parts), row.module_fields(facts, "bits")  # type: ignore[arg-type]
+    text = " or ".join(str(width) for width in widths)
+    fits = form is not None and widths & {form[0], None}
+    check(bool(fits), f"bits={text} of the configuration does not fit qzeros of shape {zeros.shape}")
     assert form is not None
     bits, columns, out = form
     codes, zero = (
         row.codes_from_words(words.T, bits, columns),
         row.codes_from_words(zeros, bits, out).astype(np.int32) + offset,
     )
-    return _integers_by_columns(codes, parts, zero, bits, None if own else facts)
+    return _integers_by_columns(codes, parts, zero, bits, facts)
 
 
 def _integers_by_columns(
-    codes: np.ndarray, parts: row.TensorParts, zero: np.ndarray, bits: int, facts: row.LayoutFacts | None
+    codes: np.ndarray, parts: row.TensorParts, zero: np.ndarray, bits: int, facts: row.LayoutFacts
 ) -> QArray:
     """Codes (out, in) under scales and zero points (groups, out).
 
@@ -76,7 +77,7 @@ def _integers_by_columns(
         parts: its tensors.
         zero: its zero points.
         bits: of a code.
-        facts: which have the size of the groups; None if they have not.
+        facts: which have the size of the groups.
     """
     scales, index, columns = parts["scales"], parts.get("g_idx"), codes.shape[1]
     check(scales.shape == zero.shape, f"scales have shape {list(scales.shape)}, not {list(zero.shape)}")
@@ -84,8 +85,12 @@ def _integers_by_columns(
     scale = np.ascontiguousarray(row.as_scales(scales, scales.shape).T)
     if index is not None:
         return integer_array_by_index(codes, scale, zero, index, bits)
-    size = None if facts is None else row.fact_field(facts, "group_size", int)
-    block = None if size is None else (1, columns if size == -1 else min(size, columns))
+    sizes = row.module_fields(facts, "group_size")
+    given = {columns if size == -1 else min(size, columns) for size in sizes if size is not None}
+    fitting = [size for size in sorted(given) if size > 0 and -(-columns // size) == scale.shape[1]]
+    fitting = [size for size in fitting if size * scale.shape[1] == columns] or fitting
+    check(len(fitting) < 2, f"groups of {fitting} fit, and no field of the configuration names the module")
+    block = None if not given or (not fitting and None in sizes) else (1, (fitting or sorted(given))[0])
     return row.integer_array(codes, scale, zero, bits, row.kinds_from(codes.shape, scale.shape, block))
 
 
@@ -138,7 +143,8 @@ def _look_awq(entries: row.TensorEntries) -> tuple[int, ...] | None:
 
 def _read_awq(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
     words, zeros = parts["qweight"], parts["qzeros"]
-    check(row.fact_field(facts, "bits", int, 4) == 4, f"bits={facts.get('bits')}, and AutoAWQ has 4 bits alone")
+    widths = row.module_fields(facts, "bits")
+    check(bool(widths & {4, None}), f"bits={' or '.join(map(str, widths))}, and AutoAWQ has 4 bits alone")
     check(zeros.shape[1] == words.shape[1], "qweight and qzeros have different numbers of columns")
     return _integers_by_columns(_from_awq_order(words).T, parts, _from_awq_order(zeros).astype(np.int32), 4, facts)
 

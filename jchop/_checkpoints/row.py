@@ -115,6 +115,15 @@ def fact_field(facts: LayoutFacts, name: str, kind: type | tuple[type, ...], def
     return value
 
 
+#: The name of a fact: the fields that may be a module's own, before those of the configuration.
+FIELDS_OF_MODULE = "fields of the module"
+
+
+def module_fields(facts: LayoutFacts, name: str) -> set[int | None]:
+    """The integers that a field may have for a module."""
+    return {fact_field(one, name, int, fact_field(facts, name, int)) for one in facts.get(FIELDS_OF_MODULE, ({},))}
+
+
 def config_groups(facts: LayoutFacts) -> dict[str, dict[str, Any]]:
     """The groups of weights in a ``quantization_config``, by name."""
     groups = fact_field(facts, "config_groups", dict, {})

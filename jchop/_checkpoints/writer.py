@@ -34,8 +34,15 @@ from jchop._checkpoints.compressed_tensors import activation_arguments, only_rea
 from jchop._checkpoints.gguf import GGUF_BLOCKS, GGUFKeys, gguf_header
 from jchop._checkpoints.gguf_models import gguf_model
 from jchop._checkpoints.layouts import TORCHAO_CONFIG
-from jchop._checkpoints.row import LayoutRow, group_lengths, pieces
-from jchop._checkpoints.table import CONFIG_FIELD, INPUT_ACTIVATIONS, LAYOUTS, WEIGHT_NAME, CheckpointLayout
+from jchop._checkpoints.row import LayoutRow, fact_field, group_lengths, pieces
+from jchop._checkpoints.table import (
+    CACHE_SCHEME,
+    CONFIG_FIELD,
+    INPUT_ACTIVATIONS,
+    LAYOUTS,
+    WEIGHT_NAME,
+    CheckpointLayout,
+)
 from jchop._common import files
 from jchop._common.checks import check, check_bool, check_choice, check_int
 from jchop._common.on_demand import is_module_of, load_name
@@ -266,6 +273,14 @@ def _write_json(path: Path, value: Any) -> None:
 _TIED_EMBEDDING, _TIED_HEAD = "embed_tokens", "lm_head"
 #: The dtypes of models in a configuration.
 _MODEL_DTYPES = {name: jnp.dtype(name) for name in ("float16", "bfloat16", "float32")}
+#: One scale for all numbers that a program rounds to e4m3: keys and values, or inputs.
+_FLOAT8_SCHEME = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+_FLOAT4_SCHEME = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+#: How inputs are rounded, by the row of a weight and the end of the name of the scale of its inputs.
+_INPUT_SCHEMES = {
+    ("float-quantized", "input_scale"): _FLOAT8_SCHEME,
+    ("nvfp4-pack-quantized", "input_global_scale"): _FLOAT4_SCHEME | {"dynamic": "local"},
+}
 #: An array of a model. Its leaves, and the tensors that are made of it, are of NumPy for files, else of JAX.
 ModelArray = QArray | np.ndarray | np.generic | jax.Array
 
@@ -407,7 +422,23 @@ class LayoutRecord:
         names = [name.rpartition(".")[2] for name in (*plain, *modules)]
         if _TIED_EMBEDDING in names and _TIED_HEAD not in names:  # a head of the embedding, which has no tensor
             plain.append(_TIED_HEAD)
-        return base | {CONFIG_FIELD: table_layout.config(modules, plain)}
+        if not table_layout.activations:
+            return base | {CONFIG_FIELD: table_layout.config(modules, plain)}
+        for (row, end), scheme in _INPUT_SCHEMES.items():
+            for module, (own, facts) in modules.items():
+                if own.name == row and f"{module}.{end}" in self.plain:
+                    modules[module] = own, {INPUT_ACTIVATIONS: scheme} | facts
+        cache = _cache_scheme(fact_field(config, CONFIG_FIELD, dict, {}))
+        schemes = {} if cache is None else {CACHE_SCHEME: cache}
+        return base | {CONFIG_FIELD: table_layout.config(modules, plain) | schemes}
+
+
+def _cache_scheme(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """How keys and values of a cache are rounded, by a ``quantization_config`` of any layout; None if they are not."""
+    scheme = config.get(CACHE_SCHEME)
+    if isinstance(scheme, Mapping) and scheme:
+        return _FLOAT8_SCHEME | {name: value for name, value in scheme.items() if value is not None}
+    return _FLOAT8_SCHEME if scheme == "static" or config.get("kv_cache_quant_algo") == "FP8" else None
 
 
 def _check_without_config(row: LayoutRow, parts: dict[str, Any], q: QArray) -> None:
@@ -537,7 +568,7 @@ def save_checkpoint(
     path = files.as_path("path", path)
     if has_tracer(tree):
         raise TypeError("tree has traced arrays, and save_checkpoint writes values: call it outside of transformations")
-    options = WriteOptions(layout, dict(config or {}), exact, shard_bytes)
+    options = WriteOptions(layout, _model_config(tree, config), exact, shard_bytes)
     write_jobs(_jobs_of(tree, layout, names), path, options)
 
 
@@ -581,7 +612,8 @@ def encode_checkpoint(
         True
     """
     choices = tuple(name for name in LAYOUT_NAMES if name != GGUF_LAYOUT)
-    options = WriteOptions(check_choice("layout", layout, choices), dict(config or {}), check_bool("exact", exact))
+    layout, config = check_choice("layout", layout, choices), _model_config(tree, config)
+    options = WriteOptions(layout, config, check_bool("exact", exact))
     record, tensors = LayoutRecord(), {}
     with jax.enable_x64(True):
         for job in _jobs_of(tree, layout, names):
@@ -594,6 +626,14 @@ def encode_checkpoint(
                 ) from None
     texts = json.dumps(record.full_config(layout, options.config)), json.dumps(record.metadata(layout))
     return EncodedCheckpoint(tensors, layout, *texts)
+
+
+def _model_config(tree: Any, config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The fields of a configuration, with the scheme of the caches of a model."""
+    fields = dict(config or {})
+    if is_module_of("flax.nnx", tree) and load_name("jchop._checkpoints.models", "has_float8_caches")(tree):
+        fields[CONFIG_FIELD] = (fields.get(CONFIG_FIELD) or {}) | {CACHE_SCHEME: _FLOAT8_SCHEME}
+    return fields
 
 
 def _jobs_of(tree: Any, layout: str, names: TensorNaming | None) -> list[WriteJob]:
