@@ -257,6 +257,71 @@ def _look_mlx_mode(entries: row.TensorEntries) -> tuple[int, ...] | None:
 MLX_MODE_ROW = row.LayoutRow("mlx floats", ("scales", "weight"), _look_mlx_mode, _read_mlx_mode, only_read, "")
 
 
+# -- HQQ: bytes or words whose fields, the highest first, are parts of all rows of groups -----------------------------
+
+# Definition: https://github.com/mobiusml/hqq, `core/bitpack.py` and `core/quantize.py`. The numbers are s (u - z) with
+# floats z, which the program computes in 16 bits. Facts are tensors, too.
+
+#: The width of codes by packing; words have ten of 3 bits.
+_HQQ_WIDTHS = {"8bit_u8": 8, "4bit_u8": 4, "3bit_32": 3, "2bit_u8": 2, "1bit_u8": 1}
+_HQQ_OTHERS = (
+    "group_size", "nbits", "unpack_view_dtype", "view_as_float", "quant_scale", "quant_zero", "compute_dtype",
+    "offload_meta", "encoded_state_dict", "stores_quant_config", "channel_wise", "optimize", "round_zero",
+)  # fmt: skip
+
+
+def _hqq_shape(data: np.ndarray) -> tuple[int, ...]:
+    ok = np.issubdtype(data.dtype, np.integer) and data.shape == (2,) and bool(((data > 0) & (data < 1 << 31)).all())
+    check(ok, "shape must be two integers above zero and below 2^31")
+    return int(data[0]), int(data[1])
+
+
+def _hqq_integer(data: np.ndarray, name: str) -> int:
+    check(data.size == 1 and np.issubdtype(data.dtype, np.integer), f"{name} must be an integer")
+    return int(data.item())
+
+
+def _read_hqq(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
+    shape, text = _hqq_shape(parts["shape"]), parts["packing"]
+    packing = text.astype(np.uint8).tobytes()[:16].decode("latin-1")
+    check(packing in _HQQ_WIDTHS, f"packing={short_text(packing)} must be one of {', '.join(_HQQ_WIDTHS)}")
+    axis = _hqq_integer(parts["axis"], "axis")
+    check(axis in (0, 1), f"axis={axis} must be 0 or 1")
+    size = _hqq_integer(parts["group_size"], "group_size") if "group_size" in parts else shape[axis]
+    bits, count = _HQQ_WIDTHS[packing], math.prod(shape)
+    check(size > 0 and count % size == 0, f"group_size={size} does not divide shape={list(shape)}")
+    words = np.ascontiguousarray(parts["W_q"]).view(np.dtype("<u4") if bits == 3 else np.uint8)
+    fields = range(27, -1, -3) if bits == 3 else range(8 - bits, -1, -bits)
+    codes = np.concatenate([(words >> shift & ((1 << bits) - 1)).astype(np.uint8) for shift in fields])
+    rows = (size, count // size) if axis == 0 else (count // size, size)
+    ok = codes.shape[0] >= rows[0] and codes.shape[1] == rows[1] and (bits == 3 or codes.shape[0] == rows[0])
+    check(ok, f"W_q of shape {list(parts['W_q'].shape)} does not fit shape={list(shape)} and group_size={size}")
+    codes = codes[: rows[0]].reshape(shape)
+    scale, zero = parts["scale"], parts["zero"]
+    check(scale.size == zero.size == count // size, f"scale and zero must have {count // size} numbers each")
+    scale, zero = (row.as_scales(part, part.shape).astype(np.float32) for part in (scale, zero))
+    check(bool((scale >= 0).all()), "a scale is below zero")
+    low = row.cast_exactly(-scale.astype(np.float64) * zero.astype(np.float64), np.float32, "offsets")
+    if axis == 1 and shape[1] % size == 0:
+        kinds: list[AxisGrouping] = [OWN_SCALE, size]
+        scale, low = (part.reshape(shape[0], -1) for part in (scale, low))
+    else:  # groups of columns apart, or that cross rows
+        kinds = [OWN_SCALE, OWN_SCALE]
+        spread = (lambda part: np.tile(part, size)) if axis == 0 else (lambda part: np.repeat(part, size))
+        scale, low = (spread(part.reshape(-1)).reshape(shape) for part in (scale, low))
+    return offset_array(codes, scale, low, IntegerFormat(max(bits, 2), signed=False), kinds)
+
+
+def _look_hqq(entries: row.TensorEntries) -> tuple[int, ...] | None:
+    return entries["W_q"].shape if row.is_matrix(entries["W_q"]) else None
+
+
+HQQ_ROW = row.LayoutRow(
+    "hqq", ("W_q", "scale", "zero", "shape", "axis", "packing"), _look_hqq, _read_hqq, only_read, "", _HQQ_OTHERS,
+    ("shape", _hqq_shape),
+)  # fmt: skip
+
+
 # -- LLM.int8 of bitsandbytes: int8 and the largest number of each row -------------------------------------------------
 
 # Definition: https://github.com/bitsandbytes-foundation/bitsandbytes, `functional.py` (`int8_vectorwise_dequant`). It

@@ -218,7 +218,7 @@ _CONFIG_VALUES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 #: Ends of names of tensors in layouts that are not read, and a name for these.
 _FOREIGN_ANCHORS = {
     "quant_state.bitsandbytes__fp4": "FP4 of bitsandbytes",
-    "weight.bitmask": "sparse compressed-tensors", "W_q": "HQQ", "pre_quant_scale": "modelopt's AWQ",
+    "weight.bitmask": "sparse compressed-tensors", "pre_quant_scale": "modelopt's AWQ",
     "q_weight": "ExLlamaV2", "_weight_qdata": "torchao, without its records in the metadata",
 }  # fmt: skip
 #: Ends of the names of two tensors, of which the first has codes: a layout, or a name for those that are not read.
@@ -428,6 +428,7 @@ _LAYOUT_LIST = (
     CheckpointLayout("torchao", _TORCHAO_ROWS, _torchao_config, records=True),
     CheckpointLayout("modelopt", (replace(ct.MXFP8_ROW, write=ct.only_read), *ct.MODELOPT_ROWS), lambda *_: {}),
     CheckpointLayout("mlx", (layouts.MLX_ROW, layouts.MLX_MODE_ROW), lambda *_: {}),
+    CheckpointLayout("hqq", (layouts.HQQ_ROW,), lambda *_: {}),
     CheckpointLayout("llm_int8", (layouts.LLM_INT8_ROW,), lambda *_: {}),
     CheckpointLayout("mxfp4", _GPT_OSS_ROWS, _config_of_one_form("mxfp4"), appends=True),
 )

@@ -276,6 +276,7 @@ UNHELD = [
     ("e3m2fn(group=32)", "compressed-tensors", "holds, for example, nvfp4, int4"),
     ("bfloat16", "gptq", "it has no scales"),
     ("int4(group=32)", "mlx", "the layout mlx is only read"),
+    ("uint4(group=32,zero_point=float)", "hqq", "the layout hqq is only read"),
     ("nvfp4", "modelopt", "the layout modelopt is only read"),
 ]
 
@@ -439,7 +440,8 @@ MISREAD: list[tuple[str, str, Any, str]] = [
     (r"'v.weight_packed' is of the layout compressed-tensors, not gptq", "gptq", GPTQ, "weight_packed"),
     (r"of several layouts: compressed-tensors, gptq; layout='plain'", "gptq", None, "weight_packed"),
     (r"'v.SCB' is of the layout llm_int8", "int4 symmetric", {"quant_method": "compressed-tensors"}, "SCB"),
-    (r"are of HQQ, which is not read; layout='plain' reads every", "int4 symmetric", None, "W_q"),
+    (r"are of ExLlamaV2, which is not read; layout='plain' reads every", "int4 symmetric", None, "q_weight"),
+    (r"'v.W_q' is of the layout hqq", "int4 symmetric", {"quant_method": "compressed-tensors"}, "W_q"),
     (r"has checkpoint_format='marlin', and read are gptq", "gptq", GPTQ | {"checkpoint_format": "marlin"}, ""),
     (r"has version='gemv', and read are gemm", "awq", {"quant_method": "awq", "version": "gemv"}, ""),
     (r"is of the layout bitsandbytes, not llm_int8", "nf4", {"quant_method": "bitsandbytes", "load_in_8bit": True}, ""),
