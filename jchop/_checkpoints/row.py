@@ -55,8 +55,7 @@ class LayoutRow:
         read: makes the QArray. It raises a ValueError for tensors that contradict each other.
         write: makes the tensors and the facts. It raises a ValueError for a QArray that has no such form.
         fits: a spec that can be written, and for which arrays; for errors.
-        float_inputs: whether inputs may be rounded to floats. A row without that is the last choice of those with
-            rounded inputs.
+        inputs_last: whether it is the last choice for a weight whose inputs are rounded.
         peek: a short tensor and a function that finds the shape of the weight in it, if the entries do not show it.
     """
 
@@ -68,7 +67,7 @@ class LayoutRow:
     fits: str
     optional: tuple[str, ...] = ()
     peek: tuple[str, Callable[[np.ndarray], tuple[int, ...]]] | None = None
-    float_inputs: bool = True
+    inputs_last: bool = False
 
     @property
     def anchor(self) -> str:

@@ -318,6 +318,17 @@ def _module_facts(config: LayoutFacts) -> Callable[[str], dict[str, Any]]:
     return own
 
 
+def inputs_by_weight(config: LayoutFacts) -> Callable[[str], dict[str, Any] | None]:
+    """Gives the arguments of the inputs of a weight by its name: those of its module, or those that all groups have."""
+    by_module, kinds = dict[str, Any](), dict[str, Any]()
+    for group in config_groups(fact_field(config, CONFIG_FIELD, dict, {})).values():
+        inputs = fact_field(group, INPUT_ACTIVATIONS, dict)
+        kinds[json.dumps(inputs)] = inputs
+        by_module |= {str(name): inputs for name in fact_field(group, "targets", list, [])}
+    of_all = next(iter(kinds.values())) if len(kinds) == 1 else None
+    return lambda name: by_module.get(name.removesuffix(f".{WEIGHT_NAME}"), of_all)
+
+
 def fields_beside_weights(config: LayoutFacts) -> list[str]:
     """The fields of a configuration that say more than how weights are stored."""
     fields = fact_field(config, CONFIG_FIELD, dict, {})

@@ -42,12 +42,12 @@ from jchop._checkpoints.table import (
     LAYOUTS,
     WEIGHT_NAME,
     CheckpointLayout,
+    inputs_by_weight,
 )
 from jchop._common import files
 from jchop._common.checks import check, check_bool, check_choice, check_int
 from jchop._common.on_demand import is_module_of, load_name
 from jchop._round.arguments import has_tracer
-from jchop._spec.spec import Spec
 from jchop._storage._array import QArray
 from jchop._storage._files import safetensors
 from jchop._storage._quantize import StoredAs, dequantize
@@ -275,11 +275,12 @@ _TIED_EMBEDDING, _TIED_HEAD = "embed_tokens", "lm_head"
 _MODEL_DTYPES = {name: jnp.dtype(name) for name in ("float16", "bfloat16", "float32")}
 #: One scale for all numbers that a program rounds to e4m3: keys and values, or inputs.
 _FLOAT8_SCHEME = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+_E4M3 = "torch.float8_e4m3fn"
 _FLOAT4_SCHEME = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
 #: How inputs are rounded, by the row of a weight and the end of the name of the scale of its inputs.
 _INPUT_SCHEMES = {
     ("float-quantized", "input_scale"): _FLOAT8_SCHEME,
-    ("nvfp4-pack-quantized", "input_global_scale"): _FLOAT4_SCHEME | {"dynamic": "local"},
+    ("nvfp4-pack-quantized", "input_global_scale"): _FLOAT4_SCHEME | {"dynamic": "local", "scale_dtype": _E4M3},
 }
 #: An array of a model. Its leaves, and the tensors that are made of it, are of NumPy for files, else of JAX.
 ModelArray = QArray | np.ndarray | np.generic | jax.Array
@@ -292,13 +293,14 @@ class WriteJob(NamedTuple):
         name: of the array.
         nbytes: its bytes, by which files are divided.
         make: gives the array.
-        activation: the spec to which its product rounds its inputs. Default: none.
+        inputs: the arguments of the inputs of its product, which are rounded, in the words of compressed-tensors.
+            Default: none.
     """
 
     name: str
     nbytes: int
     make: Callable[[], ModelArray]
-    activation: Spec | None = None
+    inputs: Mapping[str, Any] | None = None
 
 
 def _layout_bytes(layout: str, nbytes: int, shape: tuple[int, ...], quantized: bool) -> int:
@@ -348,14 +350,14 @@ class LayoutRecord:
             # Layouts without dtypes read float32.
             dtype = options.config.get("dtype", options.config.get("torch_dtype"))
             value = replace(value, dtype=_MODEL_DTYPES[dtype]) if dtype in _MODEL_DTYPES else value
-            tensors = self._add_in_rows(LAYOUTS[layout], name, value, options.exact, job.activation)
+            tensors = self._add_in_rows(LAYOUTS[layout], name, value, options.exact, job.inputs)
         for tensor in tensors:
             check(tensor not in self.tensors, f"two arrays have a tensor of the name {tensor!r}")
         self.tensors.update(tensors)
         return tensors
 
     def _add_in_rows(
-        self, layout: CheckpointLayout, name: str, q: QArray, exact: bool, activation: Spec | None
+        self, layout: CheckpointLayout, name: str, q: QArray, exact: bool, inputs: Mapping[str, Any] | None
     ) -> dict[str, Any]:
         named = layout.appends or f".{name}".endswith(f".{WEIGHT_NAME}")
         check(
@@ -370,8 +372,8 @@ class LayoutRecord:
                 "others are written, too"
             )
         reasons = []
-        inputs = activation_arguments(activation) if layout.activations and activation is not None else None
-        rows = sorted(layout.rows, key=lambda row: inputs is not None and not row.float_inputs)
+        inputs = inputs if layout.activations else None
+        rows = sorted(layout.rows, key=lambda row: inputs is not None and row.inputs_last)
         casts = [] if has_tracer(q) else rows
         for row, cast in [*((row, False) for row in rows), *((row, True) for row in casts)]:
             try:
@@ -381,7 +383,7 @@ class LayoutRecord:
             except ValueError as error:
                 reasons += [] if cast else [f"{row.name}: {error}"]
                 continue
-            if inputs is not None and (row.float_inputs or inputs["type"] == "int"):
+            if inputs is not None:
                 facts = {**facts, INPUT_ACTIVATIONS: inputs}
             self.rows[name] = [row.name, facts]
             return {layout.stem(layout.owner(name)) + part: array for part, array in parts.items()}
@@ -640,9 +642,10 @@ def _jobs_of(tree: Any, layout: str, names: TensorNaming | None) -> list[WriteJo
     """The arrays of a model or a tree by their names in a file."""
     # Files of `jchop.save` have what is stored.
     packed_types = QArray if layout == OWN_LAYOUT else QArray | StoredAs
-    jobs, activations = [], dict[str, Spec]()
+    jobs, inputs = [], dict[str, Any]()
     if is_module_of("flax.nnx", tree):
-        activations = load_name("jchop._checkpoints.models", "model_activations")(tree, names)
+        specs = load_name("jchop._checkpoints.models", "model_activations")(tree, names)
+        inputs = {name: activation_arguments(spec) for name, spec in specs.items()}
         tree, names = load_name("jchop._checkpoints.models", "model_arrays")(tree, names), None
     leaves = leaves_by_name(split_model(tree)[0], packed_types)
     leaf_names = [name if names is None else names(name) for name, _, _ in leaves]
@@ -661,7 +664,7 @@ def _jobs_of(tree: Any, layout: str, names: TensorNaming | None) -> list[WriteJo
         codes = leaf.stored if isinstance(leaf, StoredAs) else leaf
         nbytes = _layout_bytes(layout, codes.nbytes, leaf.shape, isinstance(leaf, packed_types))
         numbers = leaf.dequantize if isinstance(leaf, StoredAs) else lambda leaf=leaf: leaf
-        jobs.append(WriteJob(name, nbytes, numbers, activations.get(name)))
+        jobs.append(WriteJob(name, nbytes, numbers, inputs.get(name)))
     return jobs
 
 
@@ -703,10 +706,11 @@ def convert_checkpoint(
     with open_checkpoint(source, read_as) as checkpoint:
         for name in checkpoint.unread:  # an error before anything is written
             checkpoint.read(name)
-        jobs = []
+        jobs, inputs = [], inputs_by_weight(checkpoint.config)
         for name, item in checkpoint.items.items():
             nbytes = _layout_bytes(layout, item.nbytes, item.shape, item.quantized)
-            jobs.append(WriteJob(name, nbytes, lambda name=name: change(name, checkpoint.read(name, exact))))
+            make = lambda name=name: change(name, checkpoint.read(name, exact))  # noqa: E731
+            jobs.append(WriteJob(name, nbytes, make, inputs(name)))
         states = [(file, file.stat()) for file in (sorted(source.iterdir()) if source.is_dir() else [source])]
         state = [(path.name, facts.st_size, facts.st_mtime_ns) for path, facts in states if path.is_file()]
         run = f"{state!r} {options}"

@@ -61,8 +61,32 @@ def test_scales_of_a_cache_are_arrays_and_its_scheme_is_written_again(layout: st
     }
     expected = config["kv_cache_scheme"] if layout == "compressed-tensors" else FLOAT8
     assert result["kv_cache_scheme"] == expected
+    dynamic = {"dynamic": "local", "scale_dtype": "torch.float8_e4m3fn"}
     inputs = result["config_groups"]["group_0"]["input_activations"]
-    assert inputs == (FLOAT4 | {"dynamic": "local"} if layout == "compressed-tensors" else FLOAT8)
+    assert inputs == (FLOAT4 | dynamic if layout == "compressed-tensors" else FLOAT8)
+
+
+def test_inputs_of_groups_are_written_again(tmp_path: Path) -> None:
+    """Of modules that a group names; int8 with rounded inputs are not packed, and one scale is a vector."""
+    dynamic = FLOAT8 | {"type": "int", "strategy": "token", "dynamic": True}
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    groups = {
+        "a": {"targets": ["a"], "weights": weights, "input_activations": dynamic},
+        "b": {"targets": ["b"], "weights": weights, "input_activations": None},
+    }
+    tensors: dict[str, Any] = {f"{name}.weight": WEIGHT.view(np.int8) for name in "ab"}
+    tensors |= {f"{name}.weight_scale": np.ones((64, 1), np.float32) for name in "ab"}
+    jc.save_checkpoint(tmp_path / "in", tensors, "plain", config={"model_type": "x"})
+    fields = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}
+    (tmp_path / "in/config.json").write_text(json.dumps({"quantization_config": fields}))
+    convert_checkpoint(tmp_path / "in", tmp_path / "out", "compressed-tensors")
+    found = {group["targets"][0]: group for group in scheme_of(tmp_path / "out")["config_groups"].values()}
+    assert (found["a"]["format"], found["a"]["input_activations"]) == ("int-quantized", dynamic)
+    assert (found["b"]["format"], found["b"]["input_activations"]) == ("pack-quantized", None)
+    for spec in ("float8_e4m3fn(group=tensor)", "int8(group=tensor)"):
+        q = jc.quantize(np.ones((64, 32), np.float32), spec)
+        encoded = jc.encode_checkpoint({"w.weight": q}, "compressed-tensors")
+        assert encoded.tensors["w.weight_scale"].shape == (1,)
 
 
 @pytest.mark.parametrize(
