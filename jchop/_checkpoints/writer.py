@@ -545,7 +545,7 @@ def save_checkpoint(
             array is its path, joined with dots. A quantized array must have a name that ends in ``weight`` and the axes
             (out, in), except in ``"jchop"``, ``"gguf"`` and ``"mxfp4"``.
         layout: as in `jchop.load_checkpoint`, without ``"auto"`` and those that are only read: ``"modelopt"``,
-            ``"mlx"`` and ``"llm_int8"``. ``"plain"`` writes the numbers of QArrays.
+            ``"mlx"``, ``"hqq"`` and ``"llm_int8"``. ``"plain"`` writes the numbers of QArrays.
         names: a function that gives a tensor's name in the file for that by its path. Default: the same.
         config: fields for ``config.json`` of a folder; ``quantization_config`` is added. A GGUF file of a model of
             Llama, Mistral, Qwen2, Qwen3 or Gemma has keys and names of llama.cpp by it. Default: none.
