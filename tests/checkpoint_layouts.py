@@ -444,7 +444,7 @@ def hqq_case(bits: int, axis: int, size: int | None, dtype: Any = np.float16) ->
     def make(rng: np.random.Generator) -> Tensors:
         codes = rng.integers(0, 1 << bits, rows).astype(np.uint32)
         codes = np.pad(codes, ((0, -rows[0] % parts), (0, 0))).reshape(parts, -1, rows[1])
-        packed = sum(part << np.uint32((parts - 1 - i) * bits) for i, part in enumerate(codes))
+        packed: Any = sum(part << np.uint32((parts - 1 - i) * bits) for i, part in enumerate(codes))
         stored = packed.view(np.int32) if bits == 3 else packed.astype(np.uint8)
         shape = (1, rows[1]) if axis == 0 else (rows[0], 1)
         facts = {"axis": axis, "nbits": bits} | ({"group_size": size} if size else {})
