@@ -431,6 +431,43 @@ def values_llm_int8(t: Tensors) -> np.ndarray:
     return t["w.weight"].astype(np.float32) * (t["w.SCB"] * np.float32(1 / 127))[:, None]
 
 
+HQQ_PACKINGS = {8: "8bit_u8", 4: "4bit_u8", 3: "3bit_32", 2: "2bit_u8", 1: "1bit_u8"}
+
+
+def hqq_case(bits: int, axis: int, size: int | None, dtype: Any = np.float16) -> Case:
+    """By the loops of `hqq/core/bitpack.py`: parts of the rows of groups, the first in the highest bits."""
+    out, columns = 12, 64
+    whole = size or (out, columns)[axis]
+    rows = (whole, out * columns // whole) if axis == 0 else (out * columns // whole, whole)
+    parts = 10 if bits == 3 else 8 // bits
+
+    def make(rng: np.random.Generator) -> Tensors:
+        codes = rng.integers(0, 1 << bits, rows).astype(np.uint32)
+        codes = np.pad(codes, ((0, -rows[0] % parts), (0, 0))).reshape(parts, -1, rows[1])
+        packed: Any = sum(part << np.uint32((parts - 1 - i) * bits) for i, part in enumerate(codes))
+        stored = packed.view(np.int32) if bits == 3 else packed.astype(np.uint8)
+        shape = (1, rows[1]) if axis == 0 else (rows[0], 1)
+        facts = {"axis": axis, "nbits": bits} | ({"group_size": size} if size else {})
+        tensors = {f"w.{name}": np.array(value, np.int32) for name, value in facts.items()}
+        tensors |= {
+            "w.packing": np.frombuffer(HQQ_PACKINGS[bits].encode(), np.uint8),
+            "w.view_as_float": np.zeros((), np.uint8),
+        }
+        tensors |= {
+            "w.scale": rng.uniform(0.01, 0.1, shape).astype(dtype),
+            "w.zero": rng.normal(3, 2, shape).astype(dtype),
+        }
+        return tensors | {"w.W_q": stored, "w.shape": np.array([out, columns])}
+
+    def values(t: Tensors) -> np.ndarray:
+        words = t["w.W_q"].view(np.uint32 if bits == 3 else np.uint8)
+        codes = np.concatenate([words >> (parts - 1 - i) * bits & ((1 << bits) - 1) for i in range(parts)])[: rows[0]]
+        scale, zero = (t[f"w.{name}"].astype(np.float64) for name in ("scale", "zero"))
+        return ((codes - zero) * scale).reshape(out, columns).astype(np.float32)
+
+    return Case("hqq", make, values, {"quant_method": "hqq"})
+
+
 _LLM_INT8 = {"quant_method": "bitsandbytes", "load_in_8bit": True}
 _MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 
@@ -450,6 +487,12 @@ CASES: dict[str, Case] = {
     "DeepSeek-V4 experts": deepseek_v4_case("scale", True),
     "DeepSeek experts": deepseek_v4_case("weight_scale_inv", True),
     "DeepSeek tiles of e8m0": deepseek_v4_case("weight_scale_inv", False),
+    "hqq": hqq_case(4, 1, 32),
+    "hqq of bfloat16": hqq_case(8, 1, None, BF16),
+    "hqq in words": hqq_case(3, 1, 16),
+    "hqq of columns": hqq_case(1, 0, 16),
+    "hqq of whole columns": hqq_case(2, 0, None),
+    "hqq in groups that cross rows": hqq_case(4, 1, 48),
     "LLM.int8": Case("llm_int8", make_llm_int8, values_llm_int8, _LLM_INT8),
     "int4 symmetric": packed_case(4, 32, True),
     "int4 asymmetric": packed_case(4, 32, False),
@@ -484,6 +527,10 @@ CASES: dict[str, Case] = {
         )
         for number, form in ((1, "auto_gptq"), (2, "gptqmodel"))
     },
+    "auto-round mxfp4": Case(
+        "compressed-tensors", make_mxfp4, values_mx,
+        {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor", "bits": 4, "data_type": "mx_fp"},
+    ),
     "awq": Case("awq", make_awq, values_awq, {"quant_method": "awq", "bits": 4}, writes="int4(group=32,scale=float16)"),
     "fp8": float8_case((2, 3), (130, 300), "fp8", "float8_e4m3fn(group=(128,128))", 128),
     "nf4": bnb_case((4, 128), 64, False, "nf4(group=64)"),

@@ -1,4 +1,4 @@
-"""Damaged checkpoints of every layout, read by `load_checkpoint`; `python hostile_checkpoints.py FOLDER COUNT`."""
+"""Damaged checkpoints of every layout, read by `load_checkpoint`: `python hostile_checkpoints.py FOLDER COUNT MIB`."""
 
 from __future__ import annotations
 
@@ -118,10 +118,10 @@ def search(folder: Path, count: int) -> list[str]:
     return found
 
 
-def run(folder: Path, count: int) -> None:
-    """The whole search, with at most 64 MiB more memory than before it."""
+def run(folder: Path, count: int, mebibytes: int = 64) -> None:
+    """The whole search, with at most so much more memory than before it."""
     found = search(folder, 300)  # the modules and the arrays of JAX are there before the limit
-    before, allowed = memory("VmRSS"), 64 * MEBIBYTE
+    before, allowed = memory("VmRSS"), mebibytes * MEBIBYTE
     with contextlib.suppress(ImportError):
         import resource  # of POSIX alone
 
@@ -135,4 +135,4 @@ def run(folder: Path, count: int) -> None:
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), int(sys.argv[2]))
+    run(Path(sys.argv[1]), *map(int, sys.argv[2:]))

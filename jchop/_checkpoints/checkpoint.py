@@ -312,9 +312,9 @@ def load_checkpoint(
             ``model.safetensors.index.json`` and possibly ``config.json``. Also the result of
             `jchop.encode_checkpoint`, or arrays by name, to be read in the memory of the host.
         layout: ``"compressed-tensors"``, ``"gptq"``, ``"gptq_v2"``, ``"awq"``, ``"fp8"`` (DeepSeek),
-            ``"bitsandbytes"``, ``"llm_int8"``, ``"torchao"``, ``"modelopt"``, ``"mlx"``, ``"mxfp4"`` (gpt-oss),
-            ``"gguf"``, ``"jchop"`` (of `jchop.save`) or ``"plain"`` (every tensor as it is). Default ``"auto"``: by
-            ``quantization_config`` in ``config.json``, else by the names of the tensors.
+            ``"bitsandbytes"``, ``"llm_int8"``, ``"torchao"``, ``"modelopt"``, ``"mlx"``, ``"hqq"``, ``"mxfp4"``
+            (gpt-oss), ``"gguf"``, ``"jchop"`` (of `jchop.save`) or ``"plain"`` (every tensor as it is). Default
+            ``"auto"``: by ``quantization_config`` in ``config.json``, else by the names of the tensors.
         like: a model of Flax NNX with the structure, shapes, dtypes and shardings, not quantized; under
             `flax.nnx.eval_shape` its construction allocates no arrays. Or a module of Equinox or a container of arrays,
             which may be abstract, with the axes of the file. Default: none, for arrays by name.

@@ -180,6 +180,12 @@ def _spare_is_zero(word_rows: np.ndarray, columns: int, bits: int, each: int | N
     return used == 32 or not (np.ascontiguousarray(words).view(np.uint32) >> np.uint32(used)).any()
 
 
+def _with_one_scale(parts: dict[str, Any], facts: dict[str, Any]) -> row.WrittenWeight:
+    """A weight whose scale and zero point of strategy ``tensor`` are vectors of one number."""
+    ends = ("weight_scale", "weight_zero_point") if facts["strategy"] == "tensor" else ()
+    return parts | {end: parts[end].reshape(1) for end in ends if end in parts}, facts
+
+
 def _write_pack(q: QArray, exact: bool) -> row.WrittenWeight:
     weight, index = row.group_by_column(row.pieces(q))
     check(
@@ -200,10 +206,9 @@ def _write_pack(q: QArray, exact: bool) -> row.WrittenWeight:
     }
     if not symmetric:
         parts["weight_zero_point"] = row.codes_to_words(row.zero_codes(zero, bits).T, bits).T
-    if facts["strategy"] == "tensor":  # a single scale, and a zero point that is not packed
-        parts["weight_scale"] = scale.reshape(1)
-        parts |= {} if symmetric else {"weight_zero_point": (zero - (1 << (bits - 1))).astype(np.int8).reshape(1)}
-    return parts, facts
+        if facts["strategy"] == "tensor":  # which is not packed
+            parts["weight_zero_point"] = (zero - (1 << (bits - 1))).astype(np.int8)
+    return _with_one_scale(parts, facts)
 
 
 _PACK_PARTS, _PACK_OPTIONAL = ("weight_packed", "weight_scale", "weight_shape"), ("weight_zero_point", "weight_g_idx")
@@ -218,7 +223,7 @@ PACK_ROW = row.LayoutRow(
     _PACK_FITS,
     _PACK_OPTIONAL,
     _PACK_PEEK,
-    float_inputs=False,
+    inputs_last=True,
 )
 
 
@@ -242,7 +247,7 @@ def _write_integer(q: QArray, exact: bool) -> row.WrittenWeight:
     symmetric = bool((zero == 128).all())
     if not symmetric:
         parts["weight_zero_point"] = (row.zero_codes(zero, 8) ^ np.uint8(128)).view(np.int8)
-    return parts, row.weight_arguments(weight, "int", symmetric)
+    return _with_one_scale(parts, row.weight_arguments(weight, "int", symmetric))
 
 
 _LOOK_FOR_INT8, _SCALED_PARTS = row.look_for_matrix("weight", row.INT8), ("weight_scale", "weight")
@@ -274,7 +279,7 @@ def float8_array(weight: np.ndarray, scale: np.ndarray, block: tuple[int, int] |
 def _write_float(q: QArray, exact: bool) -> row.WrittenWeight:
     weight = row.pieces(q, float8_e4m3fn)
     parts = {"weight": weight.codes.view(row.FLOAT8), "weight_scale": row.float_scales(weight)}
-    return parts, row.weight_arguments(weight, "float", True)
+    return _with_one_scale(parts, row.weight_arguments(weight, "float", True))
 
 
 _FLOAT_FITS, _LOOK_FOR_FLOAT8 = "float8_e4m3fn(channel=0)", row.look_for_matrix("weight", row.FLOAT8)

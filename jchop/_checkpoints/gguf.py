@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -260,7 +260,7 @@ class GGUFBlock(NamedTuple):
         read: makes a QArray of blocks, (rows, blocks of a row, size). None for a dtype, or if jchop does not read them.
         write: the reverse, or None. It raises a ValueError for a QArray that has no form in blocks.
         dtype: of the numbers, if a block is one number.
-        fits: a spec that can be written.
+        fits: a spec that can be written. Empty for the K types, which hold what was read of them.
     """
 
     name: str
@@ -317,21 +317,26 @@ def _write_nibbles(*parts: np.ndarray, codes: np.ndarray, bits: int = 4) -> np.n
 
 
 def _write_symmetric(q: QArray, bits: int) -> np.ndarray:
-    codes, scale = _symmetric_codes(q, bits)
+    codes, scale = _symmetric_codes(q, bits, np.float16)
     return _write_nibbles(scale[..., None].view(np.uint8), codes=codes, bits=bits)
 
 
 def _write_offset(q: QArray, bits: int) -> np.ndarray:
-    weight = _pieces_of_32(q)
+    codes, *parts = _offset_codes(q, bits, np.float16)
+    return _write_nibbles(*(numbers[..., None].view(np.uint8) for numbers in parts), codes=codes, bits=bits)
+
+
+def _offset_codes(q: QArray, bits: int, dtype: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes u, scales s and offsets z of the numbers s u + z in groups of 32."""
+    weight = _row_groups(q)
     element = IntegerFormat(bits, signed=False)
     check((weight.fmt.element, weight.fmt.zero_point) == (element, "float"), "it has no integers plus a number")
     parts = (row.float_scales(weight), "scales"), (weight.zero, "zero points")
-    halves = [row.cast_exactly(numbers, np.float16, name)[..., None].view(np.uint8) for numbers, name in parts]
-    return _write_nibbles(*halves, codes=weight.codes, bits=bits)
+    return weight.codes, *(row.cast_exactly(numbers, dtype, name) for numbers, name in parts)
 
 
 def _write_mxfp4(q: QArray) -> np.ndarray:
-    weight = _pieces_of_32(q)
+    weight = _row_groups(q)
     check((weight.fmt.element, weight.fmt.scale, weight.zero) == (mxfp4.element, mxfp4.scale, None), "it is not mxfp4")
     return _write_nibbles(weight.scale[..., None], codes=weight.codes)
 
@@ -342,30 +347,32 @@ def _read_q8_0(blocks: np.ndarray) -> QArray:
 
 
 def _write_q8_0(q: QArray) -> np.ndarray:
-    codes, scale = _symmetric_codes(q, 8)
+    codes, scale = _symmetric_codes(q, 8, np.float16)
     data = (codes ^ np.uint8(128)).reshape(*scale.shape, 32)
     return np.concatenate([scale[..., None].view(np.uint8), data], -1)
 
 
-def _pieces_of_32(q: QArray) -> row.Pieces:
-    """A weight of any number of axes in pieces, as a matrix whose rows have whole groups of 32."""
+def _row_groups(q: QArray, size: int = 32, count: int = 32) -> row.Pieces:
+    """A weight of any number of axes in pieces, as a matrix with groups of one size in rows of whole blocks."""
     weight = row.pieces(q.reshape(-1, q.shape[-1]) if q.ndim > 2 and 0 not in q.shape else q)
     (rows, last), columns = weight.kinds, weight.codes.shape[1]
-    groups = last == 32 or (last == WHOLE_AXIS and columns == 32)
-    fits = rows == OWN_SCALE and groups and columns % 32 == 0
-    check(fits, f"it has the grouping of {weight.fmt}, not whole groups of 32 along its last axis")
+    groups = last == size or (last == WHOLE_AXIS and columns == size)
+    check(
+        rows == OWN_SCALE and groups, f"it has the grouping of {weight.fmt}, not groups of {size} along its last axis"
+    )
+    check(columns % count == 0, f"its last axis of {columns} is no multiple of {count}")
     return weight
 
 
-def _symmetric_codes(q: QArray, bits: int) -> tuple[np.ndarray, np.ndarray]:
+def _symmetric_codes(q: QArray, bits: int, dtype: Any, size: int = 32) -> tuple[np.ndarray, np.ndarray]:
     """Codes u and scales s of the numbers s (u - 2^(bits - 1)); a scale may be below zero."""
-    weight = _pieces_of_32(q)
+    weight = _row_groups(q, size)
     codes, scale, zero = row.unsigned_pieces(weight, (bits,))
     middle = 1 << (bits - 1)
     check(bool(((zero == middle) | (zero == middle - 1)).all()), "a zero point is not in the middle")
     flip = zero != middle
-    codes = np.where(np.repeat(flip, 32, 1), (1 << bits) - 1 - codes, codes).astype(np.uint8)
-    scale = row.cast_exactly(scale, np.float16, "scales")
+    codes = np.where(np.repeat(flip, size, 1), (1 << bits) - 1 - codes, codes).astype(np.uint8)
+    scale = row.cast_exactly(scale, dtype, "scales")
     return codes, np.where(flip, -scale, scale)
 
 
@@ -457,6 +464,69 @@ def _read_q6_k(blocks: np.ndarray) -> QArray:
     return _symmetric_k(low.reshape(high.shape) | high << np.uint8(4), _k_scale(blocks, 208), scales, 6)
 
 
+def _join_fields(codes: np.ndarray, bits: int) -> np.ndarray:
+    """The reverse of `_bit_fields`, as the bytes of blocks."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    return np.bitwise_or.reduce(codes << shifts, axis=-2).reshape(*codes.shape[:2], -1)
+
+
+def _split_scales(numbers: np.ndarray, largest: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """The binary16 scale of each block, as bytes, and the integers times which it is the numbers of groups.
+
+    Args:
+        numbers: (rows, blocks, groups) in float32.
+        largest: integers that may be that of the largest number; llama.cpp chooses the first.
+    """
+    flat, least = numbers.reshape(-1, numbers.shape[-1]), min(0, *largest)
+    most = np.take_along_axis(flat, np.abs(flat).argmax(-1, keepdims=True), -1)
+    scale, factors = np.zeros(most.shape, np.float16), np.zeros(flat.shape, np.int16)
+    left = np.flatnonzero(most)
+    for integer in largest if left.size else ():
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+            one = (most[left] / np.float32(integer)).astype(np.float16)
+            counts = np.rint(flat[left] / one.astype(np.float32))
+            fits = (counts * one.astype(np.float32) == flat[left]) & (counts >= least) & (counts <= max(largest))
+        fits = fits.all(-1)
+        scale[left[fits]], factors[left[fits]] = one[fits], counts[fits]
+        left = left[~fits]
+    check(not left.size, "its scales are not integers times a number of binary16 for each block, as those of a file")
+    return scale.reshape(*numbers.shape[:2], 1).view(np.uint8), factors.reshape(numbers.shape)
+
+
+def _k_groups(codes: np.ndarray, scale: np.ndarray, zeros: int) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales of blocks of 256; under a scale that stands for zero both are zero."""
+    check(scale.dtype == np.float32 and codes.shape[1] % 256 == 0, "it has no float32 scales for whole blocks of 256")
+    scale = scale.reshape(scale.shape[0], codes.shape[1] // 256, -1)
+    codes = codes.reshape(*scale.shape, -1)
+    used = (codes != zeros).any(-1) | (scale != 1)
+    return np.where(used[..., None], codes, 0).astype(np.uint8), np.where(used, scale, np.float32(0))
+
+
+def _write_offset_k(q: QArray, bits: int) -> np.ndarray:
+    codes, scale, offsets = _offset_codes(q, bits, np.float32)
+    codes, scale = _k_groups(codes, scale, 0)
+    integers = range(63, 0, -1)
+    whole, factors = _split_scales(scale, integers)
+    least, lows = _split_scales(np.float32(0) - offsets.reshape(scale.shape), integers)
+    factors, lows = factors.astype(np.uint8), lows.astype(np.uint8)
+    packed = [part[..., :4] | part[..., 4:] >> 4 << 6 for part in (factors, lows)]
+    packed.append(factors[..., 4:] & 15 | lows[..., 4:] << 4)
+    fifth = [_join_fields(codes >> np.uint8(4), 1)] if bits == 5 else []
+    low = (codes & np.uint8(15)).reshape(*codes.shape[:2], 4, 2, 32)
+    return np.concatenate([whole, least, *packed, *fifth, _join_fields(low, 4)], -1)
+
+
+def _write_q6_k(q: QArray) -> np.ndarray:
+    codes, scale = _symmetric_codes(q, 6, np.float32, 16)
+    codes, scale = _k_groups(codes, scale, 32)
+    whole, factors = _split_scales(scale, [-128, *(sign * n for n in range(127, 0, -1) for sign in (1, -1))])
+    low = (codes & np.uint8(15)).reshape(*codes.shape[:2], 2, 2, 64)
+    high = (codes >> np.uint8(4)).reshape(*codes.shape[:2], 2, 4, 32)
+    return np.concatenate(
+        [_join_fields(low, 4), _join_fields(high, 2), factors.astype(np.int8).view(np.uint8), whole], -1
+    )
+
+
 def _read_iq4_xs(blocks: np.ndarray) -> QArray:
     high = np.ascontiguousarray(blocks[..., 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & np.uint16(3)
     low = _bit_fields(blocks[..., 4:8], 4).swapaxes(-1, -2).reshape(high.shape)
@@ -506,16 +576,16 @@ _FITS, _OFFSET_FITS = "int{}(group=32,scale=float16)".format, "uint{}(group=32,s
 #: The types by number.
 GGUF_BLOCKS = {
     **{number: GGUFBlock(name, 1, dtype.itemsize, dtype=dtype) for number, (name, dtype) in _PLAIN_TYPES.items()},
+    12: GGUFBlock("Q4_K", 256, 144, partial(_read_offset_k, bits=4), partial(_write_offset_k, bits=4)),
+    13: GGUFBlock("Q5_K", 256, 176, partial(_read_offset_k, bits=5), partial(_write_offset_k, bits=5)),
+    14: GGUFBlock("Q6_K", 256, 210, _read_q6_k, _write_q6_k),
     2: GGUFBlock("Q4_0", 32, 18, partial(_read_symmetric, bits=4), partial(_write_symmetric, bits=4), fits=_FITS(4)),
     3: GGUFBlock("Q4_1", 32, 20, partial(_read_offset, bits=4), partial(_write_offset, bits=4), fits=_OFFSET_FITS(4)),
     6: GGUFBlock("Q5_0", 32, 22, partial(_read_symmetric, bits=5), partial(_write_symmetric, bits=5), fits=_FITS(5)),
     7: GGUFBlock("Q5_1", 32, 24, partial(_read_offset, bits=5), partial(_write_offset, bits=5), fits=_OFFSET_FITS(5)),
     8: GGUFBlock("Q8_0", 32, 34, _read_q8_0, _write_q8_0, fits=_FITS(8)),
-    12: GGUFBlock("Q4_K", 256, 144, partial(_read_offset_k, bits=4)),
-    13: GGUFBlock("Q5_K", 256, 176, partial(_read_offset_k, bits=5)),
     10: GGUFBlock("Q2_K", 256, 84, _read_q2_k),
     11: GGUFBlock("Q3_K", 256, 110, _read_q3_k),
-    14: GGUFBlock("Q6_K", 256, 210, _read_q6_k),
     20: GGUFBlock("IQ4_NL", 32, 18, _read_iq4_nl),
     23: GGUFBlock("IQ4_XS", 256, 136, _read_iq4_xs),
     34: GGUFBlock("TQ1_0", 256, 54, _read_tq1_0),

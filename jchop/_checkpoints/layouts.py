@@ -34,7 +34,7 @@ _GPTQ_WIDTHS = (2, 3, 4, 8)
 # `utils/packing_utils.py`. The numbers are s (u - z). The QArray is the transpose, (out, in), as in the model.
 
 
-def _gptq_form(entries: row.TensorEntries, bits: int | None) -> tuple[int, int, int] | None:
+def _gptq_form(entries: row.TensorEntries) -> tuple[int, int, int] | None:
     """(bits, in, out) of words of AutoGPTQ; None if the tensors have another form."""
     words, zeros, scales = entries["qweight"], entries["qzeros"], entries["scales"]
     if not (row.is_matrix(words, row.WORD) and row.is_matrix(zeros, row.WORD) and row.is_matrix(scales)):
@@ -42,32 +42,33 @@ def _gptq_form(entries: row.TensorEntries, bits: int | None) -> tuple[int, int, 
     out = words.shape[1]
     width = zeros.shape[1] * 32 // out
     fits = width in _GPTQ_WIDTHS and zeros.shape[1] * 32 == out * width and words.shape[0] * 32 % width == 0
-    if not fits or (bits is not None and bits != width):
+    if not fits:
         return None
     return width, words.shape[0] * 32 // width, out
 
 
 def _look_gptq(entries: row.TensorEntries) -> tuple[int, ...] | None:
-    form = _gptq_form(entries, None)
+    form = _gptq_form(entries)
     return None if form is None else (form[2], form[1])
 
 
 def _read_gptq(parts: row.TensorParts, facts: row.LayoutFacts, *, offset: int) -> QArray:
     words, zeros = parts["qweight"], parts["qzeros"]
-    own = bool(row.fact_field(facts, "dynamic", dict))  # modules may have their own bits and groups
-    form = _gptq_form(parts, None if own else row.fact_field(facts, "bits", int))  # type: ignore[arg-type]
-    check(form is not None, f"bits={facts.get('bits')} of the configuration does not fit qzeros of shape {zeros.shape}")
+    form, widths = _gptq_form(parts), row.module_fields(facts, "bits")  # type: ignore[arg-type]
+    text = " or ".join(str(width) for width in widths)
+    fits = form is not None and widths & {form[0], None}
+    check(bool(fits), f"bits={text} of the configuration does not fit qzeros of shape {zeros.shape}")
     assert form is not None
     bits, columns, out = form
     codes, zero = (
         row.codes_from_words(words.T, bits, columns),
         row.codes_from_words(zeros, bits, out).astype(np.int32) + offset,
     )
-    return _integers_by_columns(codes, parts, zero, bits, None if own else facts)
+    return _integers_by_columns(codes, parts, zero, bits, facts)
 
 
 def _integers_by_columns(
-    codes: np.ndarray, parts: row.TensorParts, zero: np.ndarray, bits: int, facts: row.LayoutFacts | None
+    codes: np.ndarray, parts: row.TensorParts, zero: np.ndarray, bits: int, facts: row.LayoutFacts
 ) -> QArray:
     """Codes (out, in) under scales and zero points (groups, out).
 
@@ -76,7 +77,7 @@ def _integers_by_columns(
         parts: its tensors.
         zero: its zero points.
         bits: of a code.
-        facts: which have the size of the groups; None if they have not.
+        facts: which have the size of the groups.
     """
     scales, index, columns = parts["scales"], parts.get("g_idx"), codes.shape[1]
     check(scales.shape == zero.shape, f"scales have shape {list(scales.shape)}, not {list(zero.shape)}")
@@ -84,8 +85,12 @@ def _integers_by_columns(
     scale = np.ascontiguousarray(row.as_scales(scales, scales.shape).T)
     if index is not None:
         return integer_array_by_index(codes, scale, zero, index, bits)
-    size = None if facts is None else row.fact_field(facts, "group_size", int)
-    block = None if size is None else (1, columns if size == -1 else min(size, columns))
+    sizes = row.module_fields(facts, "group_size")
+    given = {columns if size == -1 else min(size, columns) for size in sizes if size is not None}
+    fitting = [size for size in sorted(given) if size > 0 and -(-columns // size) == scale.shape[1]]
+    fitting = [size for size in fitting if size * scale.shape[1] == columns] or fitting
+    check(len(fitting) < 2, f"groups of {fitting} fit, and no field of the configuration names the module")
+    block = None if not given or (not fitting and None in sizes) else (1, (fitting or sorted(given))[0])
     return row.integer_array(codes, scale, zero, bits, row.kinds_from(codes.shape, scale.shape, block))
 
 
@@ -138,7 +143,8 @@ def _look_awq(entries: row.TensorEntries) -> tuple[int, ...] | None:
 
 def _read_awq(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
     words, zeros = parts["qweight"], parts["qzeros"]
-    check(row.fact_field(facts, "bits", int, 4) == 4, f"bits={facts.get('bits')}, and AutoAWQ has 4 bits alone")
+    widths = row.module_fields(facts, "bits")
+    check(bool(widths & {4, None}), f"bits={' or '.join(map(str, widths))}, and AutoAWQ has 4 bits alone")
     check(zeros.shape[1] == words.shape[1], "qweight and qzeros have different numbers of columns")
     return _integers_by_columns(_from_awq_order(words).T, parts, _from_awq_order(zeros).astype(np.int32), 4, facts)
 
@@ -249,6 +255,71 @@ def _look_mlx_mode(entries: row.TensorEntries) -> tuple[int, ...] | None:
 
 
 MLX_MODE_ROW = row.LayoutRow("mlx floats", ("scales", "weight"), _look_mlx_mode, _read_mlx_mode, only_read, "")
+
+
+# -- HQQ: bytes or words whose fields, the highest first, are parts of all rows of groups -----------------------------
+
+# Definition: https://github.com/mobiusml/hqq, `core/bitpack.py` and `core/quantize.py`. The numbers are s (u - z) with
+# floats z, which the program computes in 16 bits. Facts are tensors, too.
+
+#: The width of codes by packing; words have ten of 3 bits.
+_HQQ_WIDTHS = {"8bit_u8": 8, "4bit_u8": 4, "3bit_32": 3, "2bit_u8": 2, "1bit_u8": 1}
+_HQQ_OTHERS = (
+    "group_size", "nbits", "unpack_view_dtype", "view_as_float", "quant_scale", "quant_zero", "compute_dtype",
+    "offload_meta", "encoded_state_dict", "stores_quant_config", "channel_wise", "optimize", "round_zero",
+)  # fmt: skip
+
+
+def _hqq_shape(data: np.ndarray) -> tuple[int, ...]:
+    ok = np.issubdtype(data.dtype, np.integer) and data.shape == (2,) and bool(((data > 0) & (data < 1 << 31)).all())
+    check(ok, "shape must be two integers above zero and below 2^31")
+    return int(data[0]), int(data[1])
+
+
+def _hqq_integer(data: np.ndarray, name: str) -> int:
+    check(data.size == 1 and np.issubdtype(data.dtype, np.integer), f"{name} must be an integer")
+    return int(data.item())
+
+
+def _read_hqq(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
+    shape, text = _hqq_shape(parts["shape"]), parts["packing"]
+    packing = text.astype(np.uint8).tobytes()[:16].decode("latin-1")
+    check(packing in _HQQ_WIDTHS, f"packing={short_text(packing)} must be one of {', '.join(_HQQ_WIDTHS)}")
+    axis = _hqq_integer(parts["axis"], "axis")
+    check(axis in (0, 1), f"axis={axis} must be 0 or 1")
+    size = _hqq_integer(parts["group_size"], "group_size") if "group_size" in parts else shape[axis]
+    bits, count = _HQQ_WIDTHS[packing], math.prod(shape)
+    check(size > 0 and count % size == 0, f"group_size={size} does not divide shape={list(shape)}")
+    words = np.ascontiguousarray(parts["W_q"]).view(np.dtype("<u4") if bits == 3 else np.uint8)
+    fields = range(27, -1, -3) if bits == 3 else range(8 - bits, -1, -bits)
+    codes = np.concatenate([(words >> shift & ((1 << bits) - 1)).astype(np.uint8) for shift in fields])
+    rows = (size, count // size) if axis == 0 else (count // size, size)
+    ok = codes.shape[0] >= rows[0] and codes.shape[1] == rows[1] and (bits == 3 or codes.shape[0] == rows[0])
+    check(ok, f"W_q of shape {list(parts['W_q'].shape)} does not fit shape={list(shape)} and group_size={size}")
+    codes = codes[: rows[0]].reshape(shape)
+    scale, zero = parts["scale"], parts["zero"]
+    check(scale.size == zero.size == count // size, f"scale and zero must have {count // size} numbers each")
+    scale, zero = (row.as_scales(part, part.shape).astype(np.float32) for part in (scale, zero))
+    check(bool((scale >= 0).all()), "a scale is below zero")
+    low = row.cast_exactly(-scale.astype(np.float64) * zero.astype(np.float64), np.float32, "offsets")
+    if axis == 1 and shape[1] % size == 0:
+        kinds: list[AxisGrouping] = [OWN_SCALE, size]
+        scale, low = (part.reshape(shape[0], -1) for part in (scale, low))
+    else:  # groups of columns apart, or that cross rows
+        kinds = [OWN_SCALE, OWN_SCALE]
+        spread = (lambda part: np.tile(part, size)) if axis == 0 else (lambda part: np.repeat(part, size))
+        scale, low = (spread(part.reshape(-1)).reshape(shape) for part in (scale, low))
+    return offset_array(codes, scale, low, IntegerFormat(max(bits, 2), signed=False), kinds)
+
+
+def _look_hqq(entries: row.TensorEntries) -> tuple[int, ...] | None:
+    return entries["W_q"].shape if row.is_matrix(entries["W_q"]) else None
+
+
+HQQ_ROW = row.LayoutRow(
+    "hqq", ("W_q", "scale", "zero", "shape", "axis", "packing"), _look_hqq, _read_hqq, only_read, "", _HQQ_OTHERS,
+    ("shape", _hqq_shape),
+)  # fmt: skip
 
 
 # -- LLM.int8 of bitsandbytes: int8 and the largest number of each row -------------------------------------------------

@@ -22,6 +22,7 @@ from jchop._spec.spec import Spec
 from jchop._storage import QArray
 from jchop._storage._array import named_sharding_of
 from jchop._storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, axis_groupings, with_groupings
+from jchop.formats._catalogue import float8_e4m3fn
 from jchop.nn._nnx.layer_kinds import NNX_KINDS, NnxKind, attach, codes_in_own_shape, param_layout
 from jchop.nn._nnx.layers import QUANTIZED_CLASSES, layer_entries
 from jchop.nn._nnx.lora import Adapted
@@ -60,6 +61,13 @@ def model_activations(model: nnx.Module, names: checkpoint.TensorNaming | None) 
         if module is not None and module.how.left is not None and tensor.key == "kernel":
             found |= dict.fromkeys((name for name, _ in tensor.places()), module.how.left)
     return found
+
+
+def has_float8_caches(model: nnx.Module) -> bool:
+    """Whether all layers of attention have a cache, whose keys and values are rounded to e4m3 without a scale."""
+    layers = [entry.module for entry, kind in layer_entries(model) if kind is not None and kind.caches]
+    specs = {getattr(layer, "cache", None) for layer in layers}
+    return bool(specs) and all(spec is not None and spec.format == float8_e4m3fn for spec in specs)
 
 
 def fill_model(

@@ -55,8 +55,7 @@ class LayoutRow:
         read: makes the QArray. It raises a ValueError for tensors that contradict each other.
         write: makes the tensors and the facts. It raises a ValueError for a QArray that has no form in them.
         fits: a spec that can be written, and for which arrays; for errors.
-        float_inputs: whether inputs may be rounded to floats. A row without that is the last choice of rows with
-            rounded inputs.
+        inputs_last: whether it is the last choice for a weight whose inputs are rounded.
         peek: a short tensor and a function that finds the shape of the weight in it, if the entries do not show it.
     """
 
@@ -68,7 +67,7 @@ class LayoutRow:
     fits: str
     optional: tuple[str, ...] = ()
     peek: tuple[str, Callable[[np.ndarray], tuple[int, ...]]] | None = None
-    float_inputs: bool = True
+    inputs_last: bool = False
 
     @property
     def anchor(self) -> str:
@@ -113,6 +112,15 @@ def fact_field(facts: LayoutFacts, name: str, kind: type | tuple[type, ...], def
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise ValueError(f"{name}={short_text(value)} has a type that is not allowed there")
     return value
+
+
+#: The name of a fact: the fields that may be a module's own, before those of the configuration.
+FIELDS_OF_MODULE = "fields of the module"
+
+
+def module_fields(facts: LayoutFacts, name: str) -> set[int | None]:
+    """The integers that a field may have for a module."""
+    return {fact_field(one, name, int, fact_field(facts, name, int)) for one in facts.get(FIELDS_OF_MODULE, ({},))}
 
 
 def config_groups(facts: LayoutFacts) -> dict[str, dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from bisect import bisect_left
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,15 +15,23 @@ import numpy as np
 
 from jchop._checkpoints import compressed_tensors as ct
 from jchop._checkpoints import layouts
-from jchop._checkpoints.row import BYTE, LayoutFacts, LayoutRow, TensorSource, config_groups, fact_field
+from jchop._checkpoints.row import (
+    BYTE,
+    FIELDS_OF_MODULE,
+    LayoutFacts,
+    LayoutRow,
+    TensorSource,
+    config_groups,
+    fact_field,
+)
 from jchop._common.checks import check, place_in_errors
 from jchop._common.files import json_object, short_text
 from jchop._storage._files.safetensors import TensorEntry
 
 #: The field of ``config.json``, and the ends of the names of weights.
 CONFIG_FIELD, WEIGHT_NAME = "quantization_config", "weight"
-#: The field of a group of weights that says how inputs are rounded.
-INPUT_ACTIVATIONS = "input_activations"
+#: The fields that say how inputs of a group of weights, or keys and values of a cache, are rounded.
+INPUT_ACTIVATIONS, CACHE_SCHEME = "input_activations", "kv_cache_scheme"
 
 
 class LayoutWeight(NamedTuple):
@@ -51,7 +60,7 @@ class CheckpointLayout:
         config: makes the ``quantization_config`` of a written model, from the facts of each module and the modules
             that were not quantized.
         records: whether facts are in the metadata of the files, and not in the configuration.
-        activations: whether the configuration says how inputs are rounded.
+        activations: whether the configuration says how inputs and caches are rounded.
         appends: whether the ends of rows follow the name of a weight. Else they follow the name of its module, and the
             weight is called ``weight`` in it.
     """
@@ -209,7 +218,7 @@ _CONFIG_VALUES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 #: Ends of names of tensors in layouts that are not read, and a name for these.
 _FOREIGN_ANCHORS = {
     "quant_state.bitsandbytes__fp4": "FP4 of bitsandbytes",
-    "weight.bitmask": "sparse compressed-tensors", "W_q": "HQQ", "pre_quant_scale": "modelopt's AWQ",
+    "weight.bitmask": "sparse compressed-tensors", "pre_quant_scale": "modelopt's AWQ",
     "q_weight": "ExLlamaV2", "_weight_qdata": "torchao, without its records in the metadata",
 }  # fmt: skip
 #: Ends of the names of two tensors, of which the first has codes: a layout, or a name for those that are not read.
@@ -270,6 +279,8 @@ def _check_layout_config(layout: str, config: LayoutFacts) -> None:
             )
 
 
+#: What no name of a module has.
+_EXPRESSION = re.compile(r"[^\w.\-]")
 #: The most different groups of weights whose modules no group names.
 _MOST_GROUPS = 256
 
@@ -286,24 +297,50 @@ def _module_facts(config: LayoutFacts) -> Callable[[str], dict[str, Any]]:
         kinds.setdefault(json.dumps(weights), weights)
         for name in fact_field(group, "targets", list, []):
             by_module.setdefault(str(name), {})[key] = {"targets": [name]} | weights
+    # By modules of AutoRound; by expressions of AutoRound and GPTQModel, which are not run.
+    fields = fact_field(config, "extra_config", dict, {}) | fact_field(config, "dynamic", dict, {})
+    patterns: dict[str, Any] = {}
+    for name, one in fields.items():
+        if _EXPRESSION.search(name) and isinstance(one, dict):
+            numbers = {part: one[part] for part in ("bits", "group_size") if part in one}
+            patterns.setdefault(json.dumps(numbers), numbers)
 
     def own(module: str) -> dict[str, Any]:
-        if module not in by_module and len(kinds) > _MOST_GROUPS:
+        named = isinstance(fields.get(module), dict)
+        count = max(len(kinds) * (module not in by_module), len(patterns) * (not named))
+        if count > _MOST_GROUPS:
             raise ValueError(
-                f"{CONFIG_FIELD} has {len(kinds)} different groups, and none of them names {short_text(module)}"
+                f"{CONFIG_FIELD} has {count} different groups, and none of them names {short_text(module)}"
             )
-        return {"module": module, "config_groups": by_module.get(module, kinds)}
+        candidates = [fields[module]] if named else [{}, *patterns.values()]
+        return {"module": module, "config_groups": by_module.get(module, kinds), FIELDS_OF_MODULE: candidates}
 
     return own
 
 
+def inputs_by_weight(config: LayoutFacts) -> Callable[[str], dict[str, Any] | None]:
+    """Gives the arguments of the inputs of a weight by its name: those of its module, or those that all groups have."""
+    by_module, kinds = dict[str, Any](), dict[str, Any]()
+    for group in config_groups(fact_field(config, CONFIG_FIELD, dict, {})).values():
+        inputs = fact_field(group, INPUT_ACTIVATIONS, dict)
+        kinds[json.dumps(inputs)] = inputs
+        by_module |= {str(name): inputs for name in fact_field(group, "targets", list, [])}
+    of_all = next(iter(kinds.values())) if len(kinds) == 1 else None
+    return lambda name: by_module.get(name.removesuffix(f".{WEIGHT_NAME}"), of_all)
+
+
 def fields_beside_weights(config: LayoutFacts) -> list[str]:
-    """The fields of a configuration that say more than how weights are stored, and that no layout writes."""
-    quantization_config = fact_field(config, CONFIG_FIELD, dict, {})
-    groups = config_groups(quantization_config).values()
-    names = [name for name in (INPUT_ACTIVATIONS, "output_activations") if any(group.get(name) for group in groups)]
-    names += [name for name in ("kv_cache_scheme", "transform_config") if quantization_config.get(name)]
-    return names + (["activation_scheme"] if quantization_config.get("activation_scheme") == "static" else [])
+    """The fields of a configuration that say more than how weights are stored."""
+    fields = fact_field(config, CONFIG_FIELD, dict, {})
+    groups = config_groups(fields).values()
+    facts = {
+        INPUT_ACTIVATIONS: any(group.get(INPUT_ACTIVATIONS) for group in groups)
+        or fields.get("activation_scheme") == "static",
+        "output_activations": any(group.get("output_activations") for group in groups),
+        CACHE_SCHEME: fields.get(CACHE_SCHEME) or fields.get("kv_cache_quant_algo"),
+        "transform_config": fields.get("transform_config"),
+    }
+    return [name for name, value in facts.items() if value]
 
 
 def _metadata_record(source: TensorSource, module: str) -> dict[str, Any]:
@@ -402,6 +439,7 @@ _LAYOUT_LIST = (
     CheckpointLayout("torchao", _TORCHAO_ROWS, _torchao_config, records=True),
     CheckpointLayout("modelopt", (replace(ct.MXFP8_ROW, write=ct.only_read), *ct.MODELOPT_ROWS), lambda *_: {}),
     CheckpointLayout("mlx", (layouts.MLX_ROW, layouts.MLX_MODE_ROW), lambda *_: {}),
+    CheckpointLayout("hqq", (layouts.HQQ_ROW,), lambda *_: {}),
     CheckpointLayout("llm_int8", (layouts.LLM_INT8_ROW,), lambda *_: {}),
     CheckpointLayout("mxfp4", _GPT_OSS_ROWS, _config_of_one_form("mxfp4"), appends=True),
 )
@@ -416,8 +454,8 @@ for _layout in LAYOUTS.values():
 
 #: The layouts of AutoRound's formats. Definition: https://github.com/intel/auto-round, `inference/backend.py`.
 _AUTO_ROUND_LAYOUTS = {
-    "auto_round:auto_gptq": "gptq", "auto_round": "gptq_v2", "auto_round:gptqmodel": "gptq_v2",
-    "auto_round:auto_awq": "awq",
+    "auto_gptq": "gptq", "gptq": "gptq", "gptqmodel": "gptq_v2", "exllamav2": "gptq_v2", "auto_awq": "awq",
+    "awq": "awq", "llm_compressor": "compressed-tensors", "fp8": "fp8", "fp8_static": "fp8", "mlx": "mlx",
 }  # fmt: skip
 
 
@@ -442,7 +480,8 @@ def detect_layout(source: TensorSource) -> str | None:
         if method == "bitsandbytes" and fact_field(config, "load_in_8bit", bool, False):
             name = "llm_int8"
         if method == "auto-round":
-            name = _AUTO_ROUND_LAYOUTS.get(str(config.get("packing_format")))
+            _, *form = str(config.get("packing_format", config.get("backend", "auto_round:auto_gptq"))).split(":")
+            name = _AUTO_ROUND_LAYOUTS.get(form[0]) if form else "gptq_v2"
         if not isinstance(name, str) or name not in LAYOUTS:
             raise ValueError(
                 f"{CONFIG_FIELD} has quant_method={short_text(method)}; known are {', '.join(LAYOUTS)}; {_AS_PLAIN}"

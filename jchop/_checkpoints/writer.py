@@ -34,13 +34,20 @@ from jchop._checkpoints.compressed_tensors import activation_arguments, only_rea
 from jchop._checkpoints.gguf import GGUF_BLOCKS, GGUFKeys, gguf_header
 from jchop._checkpoints.gguf_models import gguf_model
 from jchop._checkpoints.layouts import TORCHAO_CONFIG
-from jchop._checkpoints.row import LayoutRow, group_lengths, pieces
-from jchop._checkpoints.table import CONFIG_FIELD, INPUT_ACTIVATIONS, LAYOUTS, WEIGHT_NAME, CheckpointLayout
+from jchop._checkpoints.row import LayoutRow, fact_field, group_lengths, pieces
+from jchop._checkpoints.table import (
+    CACHE_SCHEME,
+    CONFIG_FIELD,
+    INPUT_ACTIVATIONS,
+    LAYOUTS,
+    WEIGHT_NAME,
+    CheckpointLayout,
+    inputs_by_weight,
+)
 from jchop._common import files
 from jchop._common.checks import check, check_bool, check_choice, check_int
 from jchop._common.on_demand import is_module_of, load_name
 from jchop._round.arguments import has_tracer
-from jchop._spec.spec import Spec
 from jchop._storage._array import QArray
 from jchop._storage._files import safetensors
 from jchop._storage._quantize import StoredAs, dequantize
@@ -266,6 +273,15 @@ def _write_json(path: Path, value: Any) -> None:
 _TIED_EMBEDDING, _TIED_HEAD = "embed_tokens", "lm_head"
 #: The dtypes of models in a configuration.
 _MODEL_DTYPES = {name: jnp.dtype(name) for name in ("float16", "bfloat16", "float32")}
+#: One scale for all numbers that a program rounds to e4m3: keys and values, or inputs.
+_FLOAT8_SCHEME = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+_E4M3 = "torch.float8_e4m3fn"
+_FLOAT4_SCHEME = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+#: How inputs are rounded, by the row of a weight and the end of the name of the scale of its inputs.
+_INPUT_SCHEMES = {
+    ("float-quantized", "input_scale"): _FLOAT8_SCHEME,
+    ("nvfp4-pack-quantized", "input_global_scale"): _FLOAT4_SCHEME | {"dynamic": "local", "scale_dtype": _E4M3},
+}
 #: An array of a model. Its leaves, and the tensors that are made of it, are of NumPy for files, else of JAX.
 ModelArray = QArray | np.ndarray | np.generic | jax.Array
 
@@ -277,13 +293,14 @@ class WriteJob(NamedTuple):
         name: of the array.
         nbytes: its bytes, by which files are divided.
         make: gives the array.
-        activation: the spec to which its product rounds its inputs. Default: none.
+        inputs: the arguments of the inputs of its product, which are rounded, in the words of compressed-tensors.
+            Default: none.
     """
 
     name: str
     nbytes: int
     make: Callable[[], ModelArray]
-    activation: Spec | None = None
+    inputs: Mapping[str, Any] | None = None
 
 
 def _layout_bytes(layout: str, nbytes: int, shape: tuple[int, ...], quantized: bool) -> int:
@@ -333,14 +350,14 @@ class LayoutRecord:
             # Layouts without dtypes read float32.
             dtype = options.config.get("dtype", options.config.get("torch_dtype"))
             value = replace(value, dtype=_MODEL_DTYPES[dtype]) if dtype in _MODEL_DTYPES else value
-            tensors = self._add_in_rows(LAYOUTS[layout], name, value, options.exact, job.activation)
+            tensors = self._add_in_rows(LAYOUTS[layout], name, value, options.exact, job.inputs)
         for tensor in tensors:
             check(tensor not in self.tensors, f"two arrays have a tensor of the name {tensor!r}")
         self.tensors.update(tensors)
         return tensors
 
     def _add_in_rows(
-        self, layout: CheckpointLayout, name: str, q: QArray, exact: bool, activation: Spec | None
+        self, layout: CheckpointLayout, name: str, q: QArray, exact: bool, inputs: Mapping[str, Any] | None
     ) -> dict[str, Any]:
         named = layout.appends or f".{name}".endswith(f".{WEIGHT_NAME}")
         check(
@@ -355,8 +372,8 @@ class LayoutRecord:
                 "others are written, too"
             )
         reasons = []
-        inputs = activation_arguments(activation) if layout.activations and activation is not None else None
-        rows = sorted(layout.rows, key=lambda row: inputs is not None and not row.float_inputs)
+        inputs = inputs if layout.activations else None
+        rows = sorted(layout.rows, key=lambda row: inputs is not None and row.inputs_last)
         casts = [] if has_tracer(q) else rows
         for row, cast in [*((row, False) for row in rows), *((row, True) for row in casts)]:
             try:
@@ -366,7 +383,7 @@ class LayoutRecord:
             except ValueError as error:
                 reasons += [] if cast else [f"{row.name}: {error}"]
                 continue
-            if inputs is not None and (row.float_inputs or inputs["type"] == "int"):
+            if inputs is not None:
                 facts = {**facts, INPUT_ACTIVATIONS: inputs}
             self.rows[name] = [row.name, facts]
             return {layout.stem(layout.owner(name)) + part: array for part, array in parts.items()}
@@ -407,7 +424,23 @@ class LayoutRecord:
         names = [name.rpartition(".")[2] for name in (*plain, *modules)]
         if _TIED_EMBEDDING in names and _TIED_HEAD not in names:  # a head of the embedding, which has no tensor
             plain.append(_TIED_HEAD)
-        return base | {CONFIG_FIELD: table_layout.config(modules, plain)}
+        if not table_layout.activations:
+            return base | {CONFIG_FIELD: table_layout.config(modules, plain)}
+        for (row, end), scheme in _INPUT_SCHEMES.items():
+            for module, (own, facts) in modules.items():
+                if own.name == row and f"{module}.{end}" in self.plain:
+                    modules[module] = own, {INPUT_ACTIVATIONS: scheme} | facts
+        cache = _cache_scheme(fact_field(config, CONFIG_FIELD, dict, {}))
+        schemes = {} if cache is None else {CACHE_SCHEME: cache}
+        return base | {CONFIG_FIELD: table_layout.config(modules, plain) | schemes}
+
+
+def _cache_scheme(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """How keys and values of a cache are rounded, by a ``quantization_config`` of any layout; None if they are not."""
+    scheme = config.get(CACHE_SCHEME)
+    if isinstance(scheme, Mapping) and scheme:
+        return _FLOAT8_SCHEME | {name: value for name, value in scheme.items() if value is not None}
+    return _FLOAT8_SCHEME if scheme == "static" or config.get("kv_cache_quant_algo") == "FP8" else None
 
 
 def _check_without_config(row: LayoutRow, parts: dict[str, Any], q: QArray) -> None:
@@ -470,15 +503,16 @@ def _gguf_type_and_bytes(name: str, value: ModelArray) -> tuple[int, np.ndarray]
                 return number, np.ascontiguousarray(value)
         dtypes = ", ".join(str(block.dtype) for block in GGUF_BLOCKS.values() if block.dtype is not None)
         raise ValueError(f"{name!r} is of dtype {value.dtype}; a GGUF file has {dtypes}")
-    reasons = []
+    reasons = dict[str, list[str]]()
     for number, block in GGUF_BLOCKS.items():
         if block.write is not None:
             try:
                 return number, block.write(value)
             except ValueError as error:
-                reasons.append(f"{block.name}: {error}")
-    fits = ", ".join(block.fits for block in GGUF_BLOCKS.values() if block.write is not None)
-    raise ValueError(f"{name!r} of {value.spec} cannot be written to a GGUF file ({'; '.join(reasons)}). It has {fits}")
+                reasons.setdefault(str(error), []).append(block.name)
+    why = "; ".join(f"{', '.join(blocks)}: {reason}" for reason, blocks in reasons.items())
+    fits = ", ".join(block.fits for block in GGUF_BLOCKS.values() if block.fits)
+    raise ValueError(f"{name!r} of {value.spec} cannot be written to a GGUF file ({why}). It has {fits}")
 
 
 # -- `save_checkpoint`, and the conversion of folders ------------------------------------------------------------------
@@ -511,7 +545,7 @@ def save_checkpoint(
             an array is its path, joined with dots. A quantized array must have a name that ends in ``weight`` and the
             axes (out, in), except in ``"jchop"``, ``"gguf"`` and ``"mxfp4"``.
         layout: as in `jchop.load_checkpoint`, without ``"auto"`` and the layouts that are only read: ``"modelopt"``,
-            ``"mlx"`` and ``"llm_int8"``. ``"plain"`` writes the numbers of QArrays.
+            ``"mlx"``, ``"hqq"`` and ``"llm_int8"``. ``"plain"`` writes the numbers of QArrays.
         names: a function that gives a tensor's name in the file for its path. Default: the same.
         config: fields for ``config.json`` of a folder; ``quantization_config`` is added. A GGUF file of a model of
             Llama, Mistral, Qwen2, Qwen3 or Gemma has keys and names of llama.cpp by it. Default: none.
@@ -536,7 +570,7 @@ def save_checkpoint(
     path = files.as_path("path", path)
     if has_tracer(tree):
         raise TypeError("tree has traced arrays, and save_checkpoint writes values: call it outside of transformations")
-    options = WriteOptions(layout, dict(config or {}), exact, shard_bytes)
+    options = WriteOptions(layout, _model_config(tree, config), exact, shard_bytes)
     write_jobs(_jobs_of(tree, layout, names), path, options)
 
 
@@ -580,7 +614,8 @@ def encode_checkpoint(
         True
     """
     choices = tuple(name for name in LAYOUT_NAMES if name != GGUF_LAYOUT)
-    options = WriteOptions(check_choice("layout", layout, choices), dict(config or {}), check_bool("exact", exact))
+    layout, config = check_choice("layout", layout, choices), _model_config(tree, config)
+    options = WriteOptions(layout, config, check_bool("exact", exact))
     record, tensors = LayoutRecord(), {}
     with jax.enable_x64(True):
         for job in _jobs_of(tree, layout, names):
@@ -595,13 +630,22 @@ def encode_checkpoint(
     return EncodedCheckpoint(tensors, layout, *texts)
 
 
+def _model_config(tree: Any, config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The fields of a configuration, with the scheme of the caches of a model."""
+    fields = dict(config or {})
+    if is_module_of("flax.nnx", tree) and load_name("jchop._checkpoints.models", "has_float8_caches")(tree):
+        fields[CONFIG_FIELD] = (fields.get(CONFIG_FIELD) or {}) | {CACHE_SCHEME: _FLOAT8_SCHEME}
+    return fields
+
+
 def _jobs_of(tree: Any, layout: str, names: TensorNaming | None) -> list[WriteJob]:
     """The arrays of a model or a tree by their names in a file."""
     # Files of `jchop.save` have the stored arrays.
     packed_types = QArray if layout == OWN_LAYOUT else QArray | StoredAs
-    jobs, activations = [], dict[str, Spec]()
+    jobs, inputs = [], dict[str, Any]()
     if is_module_of("flax.nnx", tree):
-        activations = load_name("jchop._checkpoints.models", "model_activations")(tree, names)
+        specs = load_name("jchop._checkpoints.models", "model_activations")(tree, names)
+        inputs = {name: activation_arguments(spec) for name, spec in specs.items()}
         tree, names = load_name("jchop._checkpoints.models", "model_arrays")(tree, names), None
     leaves = leaves_by_name(split_model(tree)[0], packed_types)
     leaf_names = [name if names is None else names(name) for name, _, _ in leaves]
@@ -620,7 +664,7 @@ def _jobs_of(tree: Any, layout: str, names: TensorNaming | None) -> list[WriteJo
         codes = leaf.stored if isinstance(leaf, StoredAs) else leaf
         nbytes = _layout_bytes(layout, codes.nbytes, leaf.shape, isinstance(leaf, packed_types))
         numbers = leaf.dequantize if isinstance(leaf, StoredAs) else lambda leaf=leaf: leaf
-        jobs.append(WriteJob(name, nbytes, numbers, activations.get(name)))
+        jobs.append(WriteJob(name, nbytes, numbers, inputs.get(name)))
     return jobs
 
 
@@ -662,10 +706,11 @@ def convert_checkpoint(
     with open_checkpoint(source, read_as) as checkpoint:
         for name in checkpoint.unread:  # an error before anything is written
             checkpoint.read(name)
-        jobs = []
+        jobs, inputs = [], inputs_by_weight(checkpoint.config)
         for name, item in checkpoint.items.items():
             nbytes = _layout_bytes(layout, item.nbytes, item.shape, item.quantized)
-            jobs.append(WriteJob(name, nbytes, lambda name=name: change(name, checkpoint.read(name, exact))))
+            make = lambda name=name: change(name, checkpoint.read(name, exact))  # noqa: E731
+            jobs.append(WriteJob(name, nbytes, make, inputs(name)))
         states = [(file, file.stat()) for file in (sorted(source.iterdir()) if source.is_dir() else [source])]
         state = [(path.name, facts.st_size, facts.st_mtime_ns) for path, facts in states if path.is_file()]
         run = f"{state!r} {options}"

@@ -147,10 +147,14 @@ def _run_convert(options: argparse.Namespace) -> None:
     how = {"read_as": options.source_layout, "exact": not options.inexact, "shard_bytes": options.shard or SHARD_BYTES}
     progress = cli.PercentProgress("convert")
     is_continuation = convert_checkpoint(options.source, options.target, options.layout, progress=progress, **how)
-    with open_checkpoint(options.source, options.source_layout) as source:
-        missing = fields_beside_weights(source.config)
+    places = (options.source, options.source_layout), (options.target, options.layout)
+    fields = []
+    for place, layout in places:
+        with open_checkpoint(place, layout) as checkpoint:
+            fields.append(fields_beside_weights(checkpoint.config))
+    missing = [name for name in fields[0] if name not in fields[1]]
     facts = ", ".join(missing)
-    notes = [f"note: the new configuration describes weights alone, without {facts}"] if missing else []
+    notes = [f"note: the new configuration is without {facts}"] if missing else []
     _print_checkpoint(options.target, options.layout, is_continuation, notes, options.json)
 
 

@@ -289,3 +289,41 @@ def test_scales_that_are_powers_of_two(tmp_path: Path, form: str) -> None:
     with pytest.raises(ValueError, match="a scale is infinite or NaN"):
         load_checkpoint(folder_of(tmp_path / "m", nan, config if form != "compressed-tensors" else {}))
     assert np.dtype(F8).itemsize == 1
+
+
+# -- fields of modules: AutoRound's extra_config, GPTQModel's dynamic --------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["gptq", "gptq_v2", "awq"])
+@pytest.mark.parametrize("key", ["m", r".*m.*", "+:^m$"])
+def test_fields_of_a_module(tmp_path: Path, layout: str, key: str) -> None:
+    """A module with other bits, and groups whose last is smaller, without the groups of columns in a tensor."""
+    bits = 4 if layout == "awq" else 8
+    tensors: Tensors = {}
+    expected = {}
+    for name, width, size, columns in (("a", 4, 64, 128), ("m", bits, 96, 160)):
+        shape, count = (32, columns), -(-columns // size)
+        codes, zero = RNG.integers(0, 1 << width, shape), RNG.integers(1, 1 << width, (count, 32))
+        scale = RNG.uniform(1, 2, (count, 32)).astype(np.float16)
+        rows = [repeated(part.T, (1, size), shape) for part in (scale, zero)]
+        expected[name] = (codes - rows[1]) * rows[0]
+        order = np.array([0, 2, 4, 6, 1, 3, 5, 7]) if layout == "awq" else None
+        stored = zero - (layout == "gptq")
+        if order is not None:
+            codes, stored = (part.reshape(-1, 8)[:, order].reshape(part.shape) for part in (codes.T, stored))
+        parts = {"qweight": words(codes, width) if layout == "awq" else words(codes.T.T, width).T}
+        parts |= {"qzeros": words(stored, width), "scales": scale}
+        tensors |= {f"{name}.{end}": np.ascontiguousarray(part) for end, part in parts.items()}
+    form = {"gptq": "auto_gptq", "gptq_v2": "gptqmodel", "awq": "auto_awq"}[layout]
+    fields = {key: {"bits": bits, "group_size": 96}, "z": {"bits": 2, "group_size": 32}, r"-:b.*": {}}
+    config = {"quant_method": "auto-round", "packing_format": f"auto_round:{form}", "bits": 4, "group_size": 64}
+    tree = jc.load_checkpoint(folder_of(tmp_path / "m", tensors, config | {"extra_config": fields}))
+    for name, values in expected.items():
+        np.testing.assert_array_equal(np.asarray(jc.dequantize(tree[f"{name}.weight"])), values)
+    if layout != "awq":
+        config |= {"quant_method": "gptq", "checkpoint_format": layout, "dynamic": fields}
+        tree = jc.load_checkpoint(folder_of(tmp_path / "dynamic", tensors, config))
+        np.testing.assert_array_equal(np.asarray(jc.dequantize(tree["m.weight"])), expected["m"])
+    wrong = config | {"extra_config": {"m": {"bits": bits, "group_size": 32}}, "dynamic": {}}
+    with pytest.raises(ValueError, match="groups of"):
+        jc.load_checkpoint(folder_of(tmp_path / "wrong", tensors, wrong))

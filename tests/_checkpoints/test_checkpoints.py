@@ -194,6 +194,33 @@ def test_gguf(tmp_path: Path, kind: int, text: str | None) -> None:
             same(gguf_values(kind, blocks), numbers(stored))
 
 
+@pytest.mark.parametrize("kind", [12, 13, 14])
+def test_k_types_are_written_as_they_were_read(tmp_path: Path, kind: int) -> None:
+    """Every byte of blocks whose largest scale has the integer that llama.cpp gives it; numbers of other blocks."""
+    rng, path, size = np.random.default_rng(kind), tmp_path / "x.gguf", GGUF_SIZES[kind]
+    raw = gguf_blocks(kind, rng, 3, 2)
+    for row, block in enumerate(raw[:, 1]):  # another block of each row has any integers, among them zeros
+        if kind == 14:
+            block[192:208] = rng.integers(1, 256, 16)
+            block[192 + row] = 128  # -128, and +128 is no integer of 8 bits
+        else:
+            block[4:16] = rng.integers(1, 16, 12) * 17
+            block[4 + row] = 63
+            block[8 + row] |= 63
+    path.write_bytes(gguf_file({"w": (kind, (3, 512), raw.tobytes())}))
+    q = load_checkpoint(path)["w"]
+    save_checkpoint(tmp_path / "y.gguf", {"w": q}, "gguf")
+    same(numbers(load_checkpoint(tmp_path / "y.gguf")["w"]), numbers(q))
+    data, whole = (tmp_path / "y.gguf").read_bytes(), 6 * size + -6 * size % 32
+    found = np.frombuffer(data[-whole:], np.uint8)[: 6 * size].reshape(3, 2, size)
+    np.testing.assert_array_equal(found[:, 1], raw[:, 1])
+    same(gguf_values(kind, found), numbers(q))
+    text = {12: "uint4(group=32,zero_point=float)", 13: "uint5(group=32,zero_point=float)", 14: "int6(group=16)"}
+    fresh = jc.quantize(rng.standard_normal((2, 512)).astype(np.float32), text[kind])
+    with pytest.raises(ValueError, match=r"are not integers times a number of binary16.* It has int4"):
+        save_checkpoint(tmp_path / "z.gguf", {"w": fresh}, "gguf")
+
+
 def test_plain_arrays_keep_their_dtypes_in_gguf(tmp_path: Path) -> None:
     dtypes = (np.float64, np.float32, np.float16, np.int8, np.int16, np.int32, np.int64)
     arrays = {np.dtype(dtype).name: np.arange(-7, 7).reshape(2, 7).astype(dtype) for dtype in dtypes}
@@ -244,11 +271,12 @@ UNHELD = [
     ("int4(group=32,axis=0,scale=float16)", "awq", "not groups along its last axis"),
     ("uint4(group=32,zero_point=float)", "compressed-tensors", "zero points are numbers"),
     ("nf4(group=32)", "gguf", "cannot be written to a GGUF file.*Q4_0"),
-    ("int4(group=16,scale=float16)", "gguf", "not whole groups of 32"),
+    ("int4(group=16,scale=float16)", "gguf", "not groups of 32"),
     ("float8_e4m3fn(group=(32,32))", "fp8", "not tiles of 128 x 128"),
     ("e3m2fn(group=32)", "compressed-tensors", "holds, for example, nvfp4, int4"),
     ("bfloat16", "gptq", "it has no scales"),
     ("int4(group=32)", "mlx", "the layout mlx is only read"),
+    ("uint4(group=32,zero_point=float)", "hqq", "the layout hqq is only read"),
     ("nvfp4", "modelopt", "the layout modelopt is only read"),
 ]
 
@@ -412,7 +440,8 @@ MISREAD: list[tuple[str, str, Any, str]] = [
     (r"'v.weight_packed' is of the layout compressed-tensors, not gptq", "gptq", GPTQ, "weight_packed"),
     (r"of several layouts: compressed-tensors, gptq; layout='plain'", "gptq", None, "weight_packed"),
     (r"'v.SCB' is of the layout llm_int8", "int4 symmetric", {"quant_method": "compressed-tensors"}, "SCB"),
-    (r"are of HQQ, which is not read; layout='plain' reads every", "int4 symmetric", None, "W_q"),
+    (r"are of ExLlamaV2, which is not read; layout='plain' reads every", "int4 symmetric", None, "q_weight"),
+    (r"'v.W_q' is of the layout hqq", "int4 symmetric", {"quant_method": "compressed-tensors"}, "W_q"),
     (r"has checkpoint_format='marlin', and read are gptq", "gptq", GPTQ | {"checkpoint_format": "marlin"}, ""),
     (r"has version='gemv', and read are gemm", "awq", {"quant_method": "awq", "version": "gemv"}, ""),
     (r"is of the layout bitsandbytes, not llm_int8", "nf4", {"quant_method": "bitsandbytes", "load_in_8bit": True}, ""),

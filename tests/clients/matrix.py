@@ -22,10 +22,12 @@ TESTS = {
     "test_inputs_of_a_rule_are_a_scheme": ("compressed-tensors", (WRITE,), "compressed-tensors"),
     "test_transformers_loads_what_jchop_writes": ("transformers", (WRITE,), None),
     "test_jchop_reads_what_transformers_writes": ("transformers", (READ,), None),
+    "test_jchop_reads_and_writes_a_model_of_a_compressor": ("transformers", (READ, WRITE), "compressed-tensors"),
     "test_jchop_reads_llm_int8": ("transformers", (READ,), "llm_int8"),
     "test_transformers_loads_experts_of_gpt_oss_that_jchop_writes": ("transformers", (WRITE,), "mxfp4"),
     "test_transformers_runs_a_model_of_flax": ("transformers", (WRITE,), "compressed-tensors"),
     "test_jchop_reads_every_type_as_gguf_does": ("gguf", (READ,), "gguf"),
+    "test_jchop_writes_the_bytes_that_llama_cpp_quantized": ("llama.cpp", (READ, WRITE), "gguf"),
     "test_gguf_reads_what_jchop_writes": ("gguf", (WRITE,), "gguf"),
     "test_llama_cpp_generates_from_what_jchop_makes_of_a_folder": ("llama.cpp", (WRITE,), "gguf"),
     "test_ten_tokens_are_the_same_after_a_conversion": ("llama.cpp", (WRITE,), "gguf"),
@@ -34,7 +36,7 @@ TESTS = {
     "test_awq": ("autoawq", (READ, WRITE), "awq"),
 }
 #: The parameters of tests that say what is stored.
-VARIANTS = ("case", "name", "spec", "weight", "activation", "text", "bits")
+VARIANTS = ("preset", "case", "name", "spec", "weight", "activation", "text", "bits")
 LAYOUTS = {"ct": "compressed-tensors", "fp8": "fp8", "nf4": "bitsandbytes", "torchao": "torchao"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import urllib.request
 from pathlib import Path
@@ -43,17 +44,21 @@ def blocks_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
     return blocks.reshape(*shape[:-1], -1)
 
 
-@pytest.mark.parametrize("shape", [(6, 512), (2, 3, 256)])
-@pytest.mark.parametrize("name", HALVES)
-def test_jchop_reads_every_type_as_gguf_does(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
-    kind = gguf.GGMLQuantizationType[name]
-    blocks = blocks_of(name, shape)
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+def write_blocks(path: Path, blocks: np.ndarray, kind: Any) -> None:
+    writer = gguf.GGUFWriter(path, "llama")
     writer.add_tensor("w", blocks, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+@pytest.mark.parametrize("shape", [(6, 512), (2, 3, 256)])
+@pytest.mark.parametrize("name", HALVES)
+def test_jchop_reads_every_type_as_gguf_does(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    kind = gguf.GGMLQuantizationType[name]
+    blocks = blocks_of(name, shape)
+    write_blocks(tmp_path / "m.gguf", blocks, kind)
     q = jc.load_checkpoint(tmp_path / "m.gguf")["w"]
     assert isinstance(q, jc.QArray) and q.shape == shape
     np.testing.assert_array_equal(np.asarray(jc.dequantize(q)), gguf.dequantize(blocks, kind))
@@ -72,6 +77,37 @@ def test_gguf_reads_what_jchop_writes(spec: str | None, tmp_path: Path) -> None:
     found = gguf.dequantize(tensors["w"].data, tensors["w"].tensor_type)
     np.testing.assert_array_equal(found, x if spec is None else np.asarray(jc.dequantize(w)))
     np.testing.assert_array_equal(tensors["norm"].data, x[0])
+
+
+DRAWS = {
+    "normal": lambda rng: rng.standard_normal((64, 1024)),
+    "heavy": lambda rng: rng.standard_t(2, (64, 1024)),
+    "groups of zeros": lambda rng: rng.standard_normal((64, 1024)) * (np.arange(1024) // 32 % 3 != 0),
+    "blocks of zeros": lambda rng: rng.standard_normal((64, 1024)) * (np.arange(1024) // 256 % 2),
+    "positive": lambda rng: rng.random((64, 1024)),
+}
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K"])
+def test_jchop_writes_the_bytes_that_llama_cpp_quantized(name: str, draw: str, weighted: bool, tmp_path: Path) -> None:
+    xllamacpp = pytest.importorskip("xllamacpp")
+    library = ctypes.CDLL(str(Path(xllamacpp.__file__).parent / "xllamacpp.abi3.so"))
+    quantize, pointer, size = library.ggml_quantize_chunk, ctypes.c_void_p, ctypes.c_int64
+    quantize.argtypes, quantize.restype = [ctypes.c_int, pointer, pointer, size, size, size, pointer], ctypes.c_size_t
+    rng, kind = np.random.default_rng(0), gguf.GGMLQuantizationType[name]
+    x, importance = DRAWS[draw](rng).astype(np.float32), rng.uniform(0.1, 1.1, 1024).astype(np.float32)
+    blocks = np.zeros((64, 4 * gguf.GGML_QUANT_SIZES[kind][1]), np.uint8)
+    weights = importance.ctypes.data if weighted else None
+    assert quantize(kind, x.ctypes.data, blocks.ctypes.data, 0, 64, 1024, weights) == blocks.size
+    write_blocks(tmp_path / "m.gguf", blocks, kind)
+    q = jc.load_checkpoint(tmp_path / "m.gguf")["w"]
+    np.testing.assert_array_equal(np.asarray(jc.dequantize(q)), gguf.dequantize(blocks, kind))
+    jc.save_checkpoint(tmp_path / "again.gguf", {"w": q}, "gguf")
+    found = gguf.GGUFReader(tmp_path / "again.gguf").tensors[0]
+    assert found.tensor_type == kind
+    np.testing.assert_array_equal(found.data, blocks)
 
 
 # -- whole models: transformers generates, llama.cpp generates from what jchop makes of the folder --------------------

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import jchop as jc
+from jchop._checkpoints.writer import convert_checkpoint
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -34,6 +35,8 @@ CONFIGS = {
     "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
     "phi-3, fused": lambda: transformers.Phi3Config(**SIZES, pad_token_id=0),
 }
+GPT_OSS = {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2}
+READ_CONFIGS = CONFIGS | {"gpt-oss": lambda: transformers.GptOssConfig(**SIZES, **GPT_OSS)}
 #: Layout, spec, dtype of the model, and whether transformers loads experts of it, which it has in one parameter.
 CASES = {
     "ct int4": ("compressed-tensors", "int4(group=32)", "float32", True),
@@ -64,7 +67,7 @@ IDS = torch.arange(12)[None] * 7 % SIZES["vocab_size"]
 
 def new_model(name: str, dtype: str) -> Any:
     torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=getattr(torch, dtype)).eval()
+    return transformers.AutoModelForCausalLM.from_config(READ_CONFIGS[name](), dtype=getattr(torch, dtype)).eval()
 
 
 def load(folder: Path, dtype: str) -> Any:
@@ -95,6 +98,13 @@ def logits(model: Any) -> np.ndarray:
 
 def modules(model: Any) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if name.endswith("_proj") and "self_attn" in name}
+
+
+#: Models and dtypes of what a library writes.
+MADE = [
+    *(("llama", dtype) for dtype in ("float32", "bfloat16", "float16")), ("qwen2, tied", "float16"),
+    ("qwen2, tied", "float32"), ("mixtral", "bfloat16"), ("phi-3, fused", "float32"), ("gpt-oss", "float32"),
+]  # fmt: skip
 
 
 #: With experts that are not quantized transformers loads no model of compressed-tensors.
@@ -133,11 +143,7 @@ def test_transformers_loads_what_jchop_writes(case: str, model: str, tmp_path: P
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_transformers_loads_experts_of_gpt_oss_that_jchop_writes(dtype: str, tmp_path: Path) -> None:
     """The layout has the experts as (experts, out, in), and the model as (experts, in, out)."""
-    more = {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2}
-    config = transformers.GptOssConfig(**SIZES, **more)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
-    model.save_pretrained(tmp_path / "source")
+    new_model("gpt-oss", dtype).save_pretrained(tmp_path / "source")
     tree = jc.load_checkpoint(tmp_path / "source")
     fields = json.loads((tmp_path / "source/config.json").read_text())
     experts = [name for name in tree if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
@@ -183,8 +189,7 @@ LIBRARY_CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model", ["llama", "qwen2, tied"])
+@pytest.mark.parametrize(("model", "dtype"), MADE)
 @pytest.mark.parametrize("case", LIBRARY_CONFIGS)
 def test_jchop_reads_what_transformers_writes(case: str, model: str, dtype: str, tmp_path: Path) -> None:
     package, config = LIBRARY_CONFIGS[case]
@@ -192,7 +197,8 @@ def test_jchop_reads_what_transformers_writes(case: str, model: str, dtype: str,
     new_model(model, dtype).save_pretrained(tmp_path / "source")
     auto = transformers.AutoModelForCausalLM
     made = auto.from_pretrained(tmp_path / "source", dtype=getattr(torch, dtype), quantization_config=config())
-    made.save_pretrained(tmp_path / "theirs")
+    made.save_pretrained(tmp_path / "theirs", max_shard_size="200KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
     tree = jc.load_checkpoint(tmp_path / "theirs")
     for name, module in modules(made).items():
         q = tree[f"{name}.weight"]
@@ -206,7 +212,70 @@ def test_jchop_reads_what_transformers_writes(case: str, model: str, dtype: str,
     np.testing.assert_allclose(logits(made), wanted := logits(expected), rtol=0, atol=error * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+#: Schemes of compressed-tensors, and dtypes of the models: transformers runs floats in small groups in bfloat16 alone.
+PRESETS = {
+    "W4A16": "float16", "W8A16": "float32", "W8A8": "float32", "W4A8": "float16", "W4AFP8": "bfloat16",
+    "FP8": "float16", "FP8_DYNAMIC": "float32", "FP8_BLOCK": "bfloat16", "NVFP4": "bfloat16", "NVFP4A16": "bfloat16",
+    "MXFP4": "bfloat16", "MXFP4A16": "bfloat16", "MXFP8": "bfloat16",
+}  # fmt: skip
+
+
+def compress(model: Any, preset: str, folder: Path) -> None:
+    """Writes a model by compressed-tensors, with scales of its weights."""
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    scheme = preset_name_to_scheme(preset, ["Linear"])
+    args = scheme.weights
+    args.group_size = 32 if args.group_size == 128 else args.group_size
+    ignore = ["lm_head", "re:.*gate$", "re:.*router.*"]
+    config = quantization.QuantizationConfig(config_groups={"group_0": scheme}, ignore=ignore)
+    quantization.apply_quantization_config(model, config)
+    for module in model.modules():
+        own = getattr(module, "quantization_scheme", None)
+        for name, value in module.named_parameters(recurse=False) if own else ():
+            if name.endswith("_scale") and not name.startswith("weight"):
+                value.data.fill_(0.25)
+        if own is None or own.weights is None:
+            continue
+        weight, options = module.weight.data, {}
+        rows, columns = args.block_structure or (1, args.group_size or weight.shape[1])
+        rows = weight.shape[0] if args.strategy == "tensor" else rows
+        tail = (0, -weight.shape[1] % columns, 0, -weight.shape[0] % rows)
+        groups = torch.nn.functional.pad(weight, tail).unflatten(0, (-1, rows)).unflatten(-1, (-1, columns))
+        if args.strategy == "tensor_group":
+            options["global_scale"] = generate_gparam(weight.min(), weight.max())
+            module.weight_global_scale.data = options["global_scale"].reshape(1).float()
+        scale, _ = calculate_qparams(groups.amin((1, 3)), groups.amax((1, 3)), args, **options)
+        module.weight_scale.data = scale.reshape(module.weight_scale.shape).to(module.weight_scale.dtype)
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(folder, max_shard_size="60KB")
+    compressor.update_config(folder)
+    compressor.decompress_model(model)
+
+
+@pytest.mark.parametrize("model", ["llama", "phi-3, fused", "gpt-oss"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_jchop_reads_and_writes_a_model_of_a_compressor(preset: str, model: str, tmp_path: Path) -> None:
+    """Weights are equal, and logits of the model that jchop writes again, whose inputs are rounded as before."""
+    pytest.importorskip("compressed_tensors")
+    dtype = PRESETS[preset]
+    made = new_model(model, dtype)
+    compress(made, preset, tmp_path / "theirs")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
+    tree = jc.load_checkpoint(tmp_path / "theirs")
+    for name, module in modules(made).items():
+        found = torch.from_numpy(np.array(jc.dequantize(tree[f"{name}.weight"]))).to(getattr(torch, dtype))
+        torch.testing.assert_close(found, module.weight.data, rtol=0, atol=0, msg=name)
+    convert_checkpoint(tmp_path / "theirs", tmp_path / "ours", "compressed-tensors")
+    expected, got = (load(tmp_path / name, dtype) for name in ("theirs", "ours"))
+    np.testing.assert_array_equal(logits(got), logits(expected))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_jchop_reads_llm_int8(dtype: str, tmp_path: Path) -> None:
     """The numbers are those of bitsandbytes, which rounds once more."""
     functional = pytest.importorskip("bitsandbytes").functional
