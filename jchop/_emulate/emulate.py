@@ -311,7 +311,7 @@ def run_program(program: EmulatedProgram, spec: Spec | None, seeds: Seeds | None
     in_trace = any(isinstance(x, Tracer) for x in jax.tree.leaves((values, constants, inside)))
     runner = EmulationRunner(program.runner.max_turns) if in_trace else program.runner
     results = interpret(runner, program.plan, inside, values, constants)
-    if runner.max_turns is not None and not in_trace:
+    if not in_trace:
         jax.effects_barrier()  # so that warnings come before the results
     return results
 

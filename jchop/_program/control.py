@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import Literal, jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from jchop._core.xla.cpu import is_short_float, loop_entry
@@ -161,37 +162,49 @@ class Loops:
     def while_loop(self, step: Any, loop: WhileParts, start: Any) -> Any:
         """The values with which a loop ends."""
         start, zero, most = without_weak_types(start), jnp.uint32(0), self.max_turns
+        draws = loop.condition(start, zero)[0] is not None
+        places = () if draws or any(map(is_reference, start)) else stationary_places(step)
+        # A batch of loops: the values of a finished loop stay the same until the last loop ends.
+        batch = jnp.ndim(step.inner[0].jaxpr.outvars[0].aval)
+
+        def unchanged(new: Any, old: Any) -> Array:
+            leaves = (jax.tree.leaves([values[i] for i in places]) for values in (new, old))
+            return reduce(jnp.logical_and, [_same_bits(*pair, batch) for pair in zip(*leaves, strict=True)])
 
         def turn(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-            values, count, *active = carry
+            values, count, stuck, *active = carry
             new, count = without_weak_types(loop.next_of(values, count)), count + jnp.uint32(1)
+            stuck = [unchanged(new, values) & stays for stays in active or [True]] if places else []
             if not active:
-                return new, count
+                return new, count, stuck
             new = jax.tree.map(partial(where_active, *active), new, values)
-            return new, count, active[0] & loop.goes_on(new, count)
+            return new, count, stuck, active[0] & loop.goes_on(new, count) & _none_of(stuck)
 
         def holds(carry: tuple[Any, ...]) -> Any:
-            values, count, *active = carry
-            more = jnp.any(active[0]) if active else loop.goes_on(values, count)
+            values, count, stuck, *active = carry
+            more = jnp.any(active[0]) if active else loop.goes_on(values, count) & _none_of(stuck)
             return more if most is None else more & (count < most)
 
-        # A batch of loops: the values of a finished loop stay the same until the last loop ends.
-        batched = step.inner[0].jaxpr.outvars[0].aval.shape
-        first = (start, zero, loop.goes_on(start, zero)) if batched else (start, zero)
-        last, count, *_ = lax.while_loop(holds, turn, first)
-        return last if most is None else self.at_limit(step, loop, last, count)
+        if batch:  # a loop that is stuck is inactive from then on, so that the next turn forgets it: keep the flags
+            turn = _keep_flags(turn)
+        stuck = [~unchanged(start, start)] if places else []  # false, with the mesh axes of the values
+        first = (start, zero, stuck, loop.goes_on(start, zero)) if batch else (start, zero, stuck)
+        last, count, stuck, *_ = lax.while_loop(holds, turn, first)
+        stopped = jnp.any(~_none_of(stuck)) if places else jnp.bool_(False)
+        if most is not None:
+            stopped = stopped | (count >= most)
+        return self.at_limit(step, loop, last, count, stopped) if places or most is not None else last
 
-    def at_limit(self, step: Any, loop: WhileParts, last: Any, count: Array) -> Any:
-        """The values of a loop of limited turns; a warning, when the program runs, if its condition still holds."""
+    def at_limit(self, step: Any, loop: WhileParts, last: Any, count: Array, stopped: Array) -> Any:
+        """The values of a loop; a warning, when the program runs, if it was stopped and its condition still holds."""
         (seeds, args), most = loop.condition(last, count), self.max_turns
-        assert most is not None
 
         def look() -> None:
             comparisons, result = self.watch(step.inner[0], seeds, args)
             say = partial(warn_of_stop, step, [one for one, _ in comparisons], most)
-            jax.debug.callback(say, *lax.stop_gradient((result, [operands for _, operands in comparisons])))
+            jax.debug.callback(say, *lax.stop_gradient((count, result, [operands for _, operands in comparisons])))
 
-        lax.cond(count >= most, look, lambda: None)
+        lax.cond(stopped, look, lambda: None)
         return last
 
     def watch(self, plan: ProgramPlan, seeds: Any, args: Sequence[Any]) -> tuple[list[tuple[Any, list[Any]]], Any]:
@@ -213,6 +226,86 @@ class Loops:
         in_specs, out_specs = ([PartitionSpec()] * len(own), *params["in_specs"]), tuple(params["out_specs"])
         same = {"mesh": params["mesh"], "axis_names": set(axes), "check_vma": check_vma}
         return list(jax.shard_map(shard, in_specs=in_specs, out_specs=out_specs, **same)(own, *args))
+
+
+def _none_of(flags: Sequence[Any]) -> Any:
+    return ~flags[0] if flags else True
+
+
+def _keep_flags(turn: Callable[..., Any]) -> Callable[..., Any]:
+    """A turn of a batch of loops that keeps the flags of earlier turns."""
+
+    def with_earlier(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        values, count, stuck, *rest = turn(carry)
+        return values, count, [new | old for new, old in zip(stuck, carry[2], strict=True)], *rest
+
+    return with_earlier
+
+
+def _same_bits(new: Any, old: Any, batch: int) -> Array:
+    """Whether two values have the same bits, for every loop of a batch."""
+    pair = [lax.stop_gradient(x) for x in (new, old)]
+    if jnp.issubdtype(pair[0].dtype, jax.dtypes.extended):
+        pair = [jax.random.key_data(x) for x in pair]
+    parts = [[x.real, x.imag] if jnp.iscomplexobj(x) else [x] for x in pair]
+    bits = [
+        [lax.bitcast_convert_type(x, f"uint{x.dtype.itemsize * 8}") if _has_bits(x) else x for x in p] for p in parts
+    ]
+    same = [one == two for one, two in zip(*bits, strict=True)]
+    return reduce(jnp.logical_and, [jnp.all(x, axis=tuple(range(batch, x.ndim))) for x in same])
+
+
+def _has_bits(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits >= 8
+
+
+def stationary_places(step: ProgramStep) -> tuple[int, ...]:
+    """The carried values of a `while` whose bits decide that it never ends: if a turn keeps them, each later one does.
+
+    None if the loop has effects, or counts integers that its condition needs, as the loops of `jax.lax.fori_loop`.
+    Counters that only themselves and comparisons with infinity need are left out.
+    """
+    params, body = step.eqn.params, step.eqn.params["body_jaxpr"].jaxpr
+    own, outs = body.invars[params["body_nconsts"] :], body.outvars
+    if step.eqn.effects or not own:
+        return ()
+    condition = params["cond_jaxpr"].jaxpr
+    read = _inputs_of(condition, condition.outvars)
+    needed = {i for i, v in enumerate(condition.invars[params["cond_nconsts"] :]) if v in read}
+    while True:
+        inputs = _inputs_of(body, [outs[i] for i in needed])
+        more = needed | {i for i, v in enumerate(own) if v in inputs}
+        if more == needed:
+            break
+        needed = more
+    made = {v: eqn for eqn in body.eqns for v in eqn.outvars}
+    for i in needed:
+        eqn = None if isinstance(outs[i], Literal) else made.get(outs[i])
+        steps = () if eqn is None else [v for v in eqn.invars if isinstance(v, Literal) and v.aval.dtype.kind in "iu"]
+        if steps and eqn.primitive.name in ("add", "sub") and own[i] in eqn.invars and np.all(steps[0].val):
+            return ()
+    return tuple(sorted(needed))
+
+
+def _inputs_of(jaxpr: Any, results: Sequence[Any]) -> set[Any]:
+    """The variables of a program that some of its results need, without comparisons with infinity that always hold."""
+    read = {v for v in results if not isinstance(v, Literal)}
+    counts = {eqn.outvars[0] for eqn in jaxpr.eqns if _is_count(eqn)}
+    for eqn in reversed(jaxpr.eqns):
+        if read.intersection(eqn.outvars) and not _always_below(eqn, counts):
+            read.update(v for v in eqn.invars if not isinstance(v, Literal))
+    return read
+
+
+def _is_count(eqn: Any) -> bool:
+    kinds = [v.aval.dtype.kind for v in eqn.invars[:1] if hasattr(v.aval, "dtype")]
+    return eqn.primitive.name == "convert_element_type" and kinds in (["i"], ["u"])
+
+
+def _always_below(eqn: Any, counts: set[Any]) -> bool:
+    """Whether an equation asks if an integer is below infinity."""
+    a, b = eqn.invars if eqn.primitive.name in ("lt", "le") else (None, None)
+    return isinstance(b, Literal) and np.all(b.val == np.inf) and not isinstance(a, Literal) and a in counts
 
 
 def manual_axes(params: dict[str, Any]) -> tuple[str, ...]:

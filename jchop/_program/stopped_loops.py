@@ -21,16 +21,26 @@ COMPARISONS: dict[str, tuple[str, Callable[..., Any]]] = {
     "eq": ("==", operator.eq),
     "ne": ("!=", operator.ne),
 }
+#: The cause of a stop: another turn would give the same bits.
+STUCK = "after {turns} turns, as its values no longer change and it would never end (a format with more digits, or a "
+STUCK += "larger step or tolerance, ends it)"
 #: The most pairs of numbers that are shown of one comparison.
 _MOST_PAIRS = 3
 
 
 def warn_of_stop(
-    step: ProgramStep, comparisons: Sequence[ProgramStep], turns: int, goes_on: Any, operands: Sequence[Sequence[Any]]
+    step: ProgramStep,
+    comparisons: Sequence[ProgramStep],
+    most: int | None,
+    turns: Any,
+    goes_on: Any,
+    operands: Sequence[Sequence[Any]],
 ) -> None:
     """Warn that a loop was stopped, if its condition still holds anywhere; the warning points to the condition."""
     if np.any(goes_on):
-        text = text_of_stop(step, comparisons, f"after max_turns={turns} turns", goes_on, operands)
+        limited = most is not None and int(turns) >= most
+        when = f"after max_turns={most} turns" if limited else STUCK.format(turns=int(turns))
+        text = text_of_stop(step, comparisons, when, goes_on, operands)
         file, _, line = _source_of_condition(step, comparisons).rpartition(":")
         registry = globals().setdefault("__warningregistry__", {})  # Python's own, so that its filters work
         warnings.warn_explicit(text, RuntimeWarning, file, int(line or 1), registry=registry)
