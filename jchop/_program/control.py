@@ -290,14 +290,14 @@ def stationary_places(step: ProgramStep) -> tuple[int, ...]:
 def _inputs_of(jaxpr: Any, results: Sequence[Any]) -> set[Any]:
     """The variables of a program that some of its results need, without comparisons with infinity that always hold."""
     read = {v for v in results if not isinstance(v, Literal)}
-    counts = {eqn.outvars[0] for eqn in jaxpr.eqns if _is_count(eqn)}
+    counts = {eqn.outvars[0] for eqn in jaxpr.eqns if _converts_integer(eqn)}
     for eqn in reversed(jaxpr.eqns):
         if read.intersection(eqn.outvars) and not _always_below(eqn, counts):
             read.update(v for v in eqn.invars if not isinstance(v, Literal))
     return read
 
 
-def _is_count(eqn: Any) -> bool:
+def _converts_integer(eqn: Any) -> bool:
     kinds = [v.aval.dtype.kind for v in eqn.invars[:1] if hasattr(v.aval, "dtype")]
     return eqn.primitive.name == "convert_element_type" and kinds in (["i"], ["u"])
 

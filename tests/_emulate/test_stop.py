@@ -134,3 +134,18 @@ def test_traced_arguments_are_refused(outer: Any) -> None:
 def test_another_event_is_refused() -> None:
     with pytest.raises(ValueError, match="stop_at='underflow'"):
         jc.emulate(jnp.sin, "e4m3", stop_at="underflow")  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.vmap], ids=["eager", "jit", "vmap"])
+def test_a_loop_that_keeps_its_bits_stops(wrap: Any) -> None:
+    """A counter that is compared with infinity alone does not hide it."""
+
+    def wait(t: Any) -> Any:
+        return jax.lax.while_loop(lambda c: (c[0] < 10) & (c[1] < jnp.inf), lambda c: (c[0] + 0.01, c[1] + 1), (t, 0))[
+            0
+        ]
+
+    with pytest.warns(RuntimeWarning, match=r"would never end .*4\.0 < 10\.0"):
+        last = wrap(jc.emulate(wait, "bfloat16"))(jnp.zeros(2 if wrap is jax.vmap else ()))
+        jax.effects_barrier()
+    assert np.all(np.asarray(last) == 4)
