@@ -269,7 +269,8 @@ def test_a_loop_that_never_ends_is_stopped(compiled: bool) -> None:
     result, words = said(lambda: low(0.0))
     assert float(result) == 4.0  # where 0.01 is less than half a step
     assert words == [
-        f"a while loop was stopped after max_turns=400 turns; its condition at {__file__}:{LINE} "
+        "a while loop was stopped after 351 turns, as its values no longer change and it would never end (a format "
+        f"with more digits, or a larger step or tolerance, ends it); its condition at {__file__}:{LINE} "
         "(return lax.while_loop(lambda t: t < 10, lambda t: t + 0.01, t)) still holds: 4.0 < 10.0"
     ]
     assert said(lambda: low(9.99)) == (10.0, [])
@@ -303,7 +304,8 @@ def test_loops_within_loops_and_derivatives() -> None:
         return lax.while_loop(lambda c: (c[0] < 2) & jnp.isfinite(c[1]), body, (0, x))
 
     (turns, x), words = said(lambda: jax.jit(jc.emulate(nested, "bfloat16", max_turns=400))(0.0))
-    assert (int(turns), float(x)) == (2, 2.0) and len(words) == 4 and len(set(words)) == 1
+    assert (int(turns), float(x)) == (2, 2.0) and len(words) == 4
+    assert all(text.endswith("still holds: 4.0 < 10.0") for text in words)
     (x, slope), words = said(lambda: jax.jvp(jc.emulate(stuck, "bfloat16", max_turns=400), (0.0,), (1.0,)))
     assert (float(x), float(slope)) == (4.0, 1.0) and len(words) == 1
     drawn, words = said(lambda: jc.emulate(stuck, "e5m4:stochastic", max_turns=20)(0.0, key=KEY))
