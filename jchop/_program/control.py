@@ -278,12 +278,8 @@ def stationary_places(step: ProgramStep) -> tuple[int, ...]:
         if more == needed:
             break
         needed = more
-    made = {v: eqn for eqn in body.eqns for v in eqn.outvars}
-    for i in needed:
-        eqn = None if isinstance(outs[i], Literal) else made.get(outs[i])
-        steps = () if eqn is None else [v for v in eqn.invars if isinstance(v, Literal) and v.aval.dtype.kind in "iu"]
-        if steps and eqn.primitive.name in ("add", "sub") and own[i] in eqn.invars and np.all(steps[0].val):
-            return ()
+    if any(_counts(eqn, own[i]) for i in needed for eqn in body.eqns if outs[i] in eqn.outvars):
+        return ()
     return tuple(sorted(needed))
 
 
@@ -297,6 +293,14 @@ def _inputs_of(jaxpr: Any, results: Sequence[Any]) -> set[Any]:
     return read
 
 
+def _counts(eqn: Any, value: Any) -> bool:
+    """Whether an equation adds a constant integer, not zero, to a value."""
+    steps = [
+        v.val for v in eqn.invars if isinstance(v, Literal) and jnp.issubdtype(jnp.result_type(v.val), jnp.integer)
+    ]
+    return eqn.primitive.name in ("add", "sub") and value in eqn.invars and bool(steps) and bool(np.all(steps[0]))
+
+
 def _converts_integer(eqn: Any) -> bool:
     kinds = [v.aval.dtype.kind for v in eqn.invars[:1] if hasattr(v.aval, "dtype")]
     return eqn.primitive.name == "convert_element_type" and kinds in (["i"], ["u"])
@@ -305,7 +309,7 @@ def _converts_integer(eqn: Any) -> bool:
 def _always_below(eqn: Any, counts: set[Any]) -> bool:
     """Whether an equation asks if an integer is below infinity."""
     a, b = eqn.invars if eqn.primitive.name in ("lt", "le") else (None, None)
-    return isinstance(b, Literal) and np.all(b.val == np.inf) and not isinstance(a, Literal) and a in counts
+    return isinstance(b, Literal) and bool(np.all(b.val == np.inf)) and not isinstance(a, Literal) and a in counts
 
 
 def manual_axes(params: dict[str, Any]) -> tuple[str, ...]:
