@@ -168,8 +168,8 @@ class Loops:
         batch = jnp.ndim(step.inner[0].jaxpr.outvars[0].aval)
 
         def unchanged(new: Any, old: Any) -> Array:
-            leaves = (jax.tree.leaves([values[i] for i in places]) for values in (new, old))
-            return reduce(jnp.logical_and, [_same_bits(*pair, batch) for pair in zip(*leaves, strict=True)])
+            one, two = (jax.tree.leaves([values[i] for i in places]) for values in (new, old))
+            return reduce(jnp.logical_and, [_same_bits(x, y, batch) for x, y in zip(one, two, strict=True)])
 
         def turn(carry: tuple[Any, ...]) -> tuple[Any, ...]:
             values, count, stuck, *active = carry
