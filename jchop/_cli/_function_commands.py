@@ -236,6 +236,44 @@ BLAME = cli.Command(
 )  # fmt: skip
 
 
+# -- report ------------------------------------------------------------------------------------------------------------
+
+
+def _run_report(options: argparse.Namespace) -> None:
+    cli.check_pictures(options)
+    from jchop._emulate.emulate import emulate
+    from jchop._insight.reports.report import report
+
+    spec = as_spec(options.to, "--to")
+    key = cli.key_of_seed_option(options.seed, [spec])
+    with imports_from_here():
+        function = load_function("FUNCTION", options.function)
+        args = load_arguments("--data", options.data, function)
+        seen = report(emulate(function, spec), *args, trace_values=True, key=key, max_turns=options.max_turns)
+    _show_report(options, seen, f"{options.function} in {options.to}")
+
+
+REPORT = cli.Command(
+    "report",
+    _run_report,
+    "show ranges, overflows, cancellation and errors of the operations of your own function in a format",
+    (
+        cli.argument("function"),
+        cli.argument("--data", required=True),
+        cli.argument("--to", "SPEC", "the rounding, such as bfloat16 or e4m3:saturate", required=True),
+        cli.argument("--seed"),
+        cli.argument("--max-turns", "N", "the most turns of a while loop; default 10000", type=int),
+        cli.argument("--json"),
+        cli.argument("--plot", help="draw errors and losses (needs matplotlib)"),
+        cli.argument("--html"),
+    ),
+    "Runs your function on the arrays of --data with every operation rounded, beside the same\n"
+    "function without rounding, and shows what each operation loses, by line.",
+    "examples:\n  jchop report model:loss --data inputs.npz --to e4m3\n"
+    "  jchop report model:solve --data inputs.npz --to e5m10:stochastic --seed 0 --html report.html",
+)  # fmt: skip
+
+
 # -- tune --------------------------------------------------------------------------------------------------------------
 
 
