@@ -192,10 +192,10 @@ class Loops:
             return more if most is None else more & (count < most)
 
         # A batch of loops: the values of a finished loop stay the same until the last loop ends.
-        first = (start, zero, loop.goes_on(start, zero)) if batch or places else (start, zero)
-        if places:  # true, with the mesh axes of the values
-            first = (start, zero, first[2] & same(start, start))
-        last, count, *_ = lax.while_loop(holds, turn, first)
+        active = [loop.goes_on(start, zero)] if batch or places else []
+        if places:  # a comparison that is true, with the mesh axes of the values
+            active = [active[0] & same(start, start)]
+        last, count, *_ = lax.while_loop(holds, turn, (start, zero, *active))
         if most is not None:
             return self.at_limit(step, loop, last, count, count >= most)
         if not places:

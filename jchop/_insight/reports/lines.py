@@ -200,10 +200,9 @@ def ranges(low: Any, batches: Iterable[Any], /, *, key: Array | None = None, max
     for note in dict.fromkeys(notes):
         warnings.warn(note, RuntimeWarning, stacklevel=2)
     rows = tuple(_ranges_row(*place, measure, formats[place[2]]) for place, measure in groups.items())
-    derivatives = [row for row in rows if row.backward and row.scale is not None]
+    derivatives = [(row.scale, row.limits) for row in rows if row.backward and row.scale is not None]
     # The derivative of the loss by itself is 1, where the first of them reads it.
-    scale = min((row.scale for row in derivatives), default=0) if derivatives else None
-    scale = None if scale is None else min(scale, derivatives[0].limits[1])
+    scale = min(*(own for own, _ in derivatives), derivatives[0][1][1]) if derivatives else None
     return Ranges(rows, scale, (*dict.fromkeys(notes), *_loss_notes(rows, scale)))
 
 
@@ -225,14 +224,14 @@ def _ranges_row(source: str, text: str, name: str, backward: bool, measure: Meas
     if exponents and measure.largest > math.ldexp(2 - math.ldexp(1, -fraction), top):
         top += 1
     bits = max(2, math.ceil(math.log2(top - least + 3)))
-    shares = (n / max(measure.numbers, 1) for n in (measure.zeros, measure.subnormals, measure.underflows))
-    facts = measure.facts()
+    counts = {"zeros": measure.zeros, "subnormals": measure.subnormals, "underflows": measure.underflows}
+    shares = {key: n / max(measure.numbers, 1) for key, n in (counts | {"overflows": measure.overflows}).items()}
+    facts = {key: measure.facts()[key] for key in ("smallest", "largest", "cancelled", "cancelled_mean")}
     scale = _scale_to_limit(measure.largest, fmt) if fmt and exponents else None
-    return RangesRow(
-        text, name, measure.numbers, *shares, measure.overflows / max(measure.numbers, 1), facts["smallest"],
-        facts["largest"], facts["cancelled"], facts["cancelled_mean"], bits, (1 << bits) - 2 - top, scale, backward,
-        exponents, (fmt.emin, fmt.emax) if fmt else (), source,
-    )  # fmt: skip
+    limits = (fmt.emin, fmt.emax) if fmt else ()
+    format_facts = {"exponent_bits": bits, "bias": (1 << bits) - 2 - top, "scale": scale, "limits": limits}
+    fields: dict[str, Any] = {**shares, **facts, **format_facts, "exponents": exponents}
+    return RangesRow(text, name, measure.numbers, backward=backward, source=source, **fields)
 
 
 def _scale_to_limit(largest: float, fmt: FloatFormat) -> int:
