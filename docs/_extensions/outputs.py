@@ -20,6 +20,7 @@ import processes
 BLOCK = re.compile(r"^```python\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 RESULT = re.compile(r"^( *)(\S.*?)  # -> (.*)$", re.MULTILINE)
 WIDTH = 42  # characters of a line of code that a phone shows whole
+PHONE, REPORT = 60, 120  # of a printed line; jchop.css makes letters of longer ones smaller, and breaks those beyond
 
 
 def programs(text: str) -> list[str]:
@@ -68,7 +69,9 @@ def shown(text: str, outputs: list[str]) -> str:
         block = RESULT.sub(lambda m: m[0] if len(m[0]) <= WIDTH else f"{m[1]}{m[2]}\n{m[1]}# -> {m[3]}", match[1])
         output = next(rest, "").rstrip()
         lines = "\n".join(line.rstrip() for line in output.splitlines())
-        fence = f"\n````{{code-block}} text\n:class: output\n\n{lines}\n````\n" if output else ""
+        columns = max(map(len, lines.splitlines()), default=0)
+        wide = " columns-more" if columns > REPORT else f" columns-{-(-columns // 10) * 10}" if columns > PHONE else ""
+        fence = f"\n````{{code-block}} text\n:class: output{wide}\n\n{lines}\n````\n" if output else ""
         return f"```python\n{block}```\n{fence}"
 
     return BLOCK.sub(below, text)

@@ -394,12 +394,12 @@ def _is_for_one_device(axis_context: Any) -> bool:
     return False
 
 
-def one_device_at_hand() -> bool:
-    """Whether JAX has one device, so that a traced program will hardly be partitioned.
+def one_device_at_hand(platform: str | None = None) -> bool:
+    """Whether JAX has one device, of `platform` if given, so that a traced program will hardly be partitioned.
 
     For choices that would slow a partitioned program down, and change only the order of sums.
     """
-    return jax.device_count() == 1
+    return jax.device_count() == 1 and platform in (None, jax.default_backend())
 
 
 def devices_at_hand() -> dict[tuple[str, str, bool], int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -27,7 +28,8 @@ def to_qwix(q: QArray) -> Any:
     """Converts to a ``qwix.QArray`` of the same codes and scales, with one element of a native dtype for each code.
 
     Its scales are numbers of ``q.dtype``, or of a wider dtype if their format needs one. qwix multiplies and returns in
-    that dtype. Needs the extra ``qwix``.
+    that dtype. The scale of a group and that of the tensor, as in nvfp4, become their product in float32, rounded once:
+    then the numbers of qwix may differ by two units of the last place. Needs the extra ``qwix``.
 
     Args:
         q: integers of at most 8 bits, 8-bit floats with a JAX dtype, float4_e2m1fn or NF4. It has one scale for each
@@ -50,7 +52,6 @@ def to_qwix(q: QArray) -> Any:
     if (
         fmt is None
         or not isinstance(fmt.scale, formats.FloatFormat)
-        or fmt.scale_rule.tensor_scale
         or fmt.zero_point == "float"
         or fmt.sparse is not None
     ):
@@ -63,9 +64,11 @@ def to_qwix(q: QArray) -> Any:
         raise ValueError(f"q has shape {q.shape} and groups of {groups}; the groups of qwix have one size")
     with enable_x64_for(q.dtype):
         qvalue = _codes_to_native(jnp.asarray(q._entries()), fmt.element, qtype)
-        scale = jnp.asarray(q.scale)
+        scale, *tensor = map(jnp.asarray, jax.tree.leaves(q.scale))
         if scale.dtype.name not in CARRIER_FORMATS:
             scale = decode_elements(scale, fmt.scale, FLOAT32)
+        if tensor:
+            scale = scale * tensor[0].reshape(tensor[0].shape + (1,) * (scale.ndim - tensor[0].ndim))
         carrier = jnp.promote_types(scale.dtype, q.dtype)
         zero_point = None if q.zero_point is None else jnp.asarray(q.zero_point).astype(qvalue.dtype)
         return qwix.QArray(qvalue, scale.astype(carrier), zero_point, qtype)

@@ -18,7 +18,7 @@ from jchop.formats.scaled.catalogue import dynamic4, dynamic8, softsign8, udynam
 from jchop.optim._chain import compensate, join_master
 from jchop.optim._leaves import check_number, in_sum_dtype, make_transformation
 from jchop.optim._pack import PresetRules
-from jchop.optim._state import quantize_state
+from jchop.optim._state import pack_state, quantize_state
 
 #: Second moments are divisors, so their formats have no zero: if one is rounded to zero, the update is m / eps, which
 #: may be 10^8 times too large. These are the multiples of 1/16 from 1/16 to 1 (Li et al., arXiv 2309.01507, section
@@ -90,7 +90,8 @@ def _packed(
                 left_out = value is None and signature.parameters[name].default is None
                 if name in _HYPERPARAMETER_BOUNDS and not left_out:
                     check_number(name, value, 0, _HYPERPARAMETER_BOUNDS[name], schedule=name in _SCHEDULES)
-            return wrap(quantize_state(optimizer(*bound.args, **bound.kwargs), rules, **packing))
+            elementwise = not whole and bound.arguments.get("mask") is None
+            return wrap(pack_state(optimizer(*bound.args, **bound.kwargs), rules, elementwise=elementwise, **packing))
 
         preset.__name__ = preset.__qualname__ = described.__name__
         preset.__signature__ = signature  # type: ignore[attr-defined]

@@ -29,6 +29,7 @@ from jchop._storage import QArray
 from jchop.optim import _chain as chain
 from jchop.optim import _leaves as base
 from jchop.optim import _pack as packing
+from jchop.optim._join import plan_joining
 from jchop.optim._pack import QuantizedState, is_packed_leaf, leaf_codes
 
 #: The limit of elements of an array that is cut: its place in the stream of random words has 32 bits.
@@ -242,6 +243,20 @@ def quantize_state(
         >>> adam.mu["w"].qvalue.dtype, adam.nu["w"].qvalue.dtype, adam.mu["b"].dtype
         (dtype('uint8'), dtype(bfloat16), dtype('float32'))
     """
+    return pack_state(inner, spec, key, min_size=min_size, nonfinite=nonfinite, chunks=chunks)
+
+
+def pack_state(
+    inner: optax.GradientTransformation,
+    spec: Any,
+    key: Array | None = None,
+    *,
+    min_size: int | None = None,
+    nonfinite: str = "skip",
+    chunks: int | None = None,
+    elementwise: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """`quantize_state`, with the promise that `inner` treats each number by itself; `chunks` promises it, too."""
     check_choice("nonfinite", nonfinite, _NONFINITE_CHOICES)
     count = base.check_static_size("chunks", chunks, 1)
     least = base.check_static_size("min_size", min_size, MIN_PACKED_SIZE)
@@ -263,24 +278,36 @@ def quantize_state(
         inner_state = state.inner_state
         leaves, structure = jax.tree_util.tree_flatten_with_path(inner_state, is_leaf=is_packed_leaf)
         packing.require_plan(state.skips, leaves, rules, least)
-        following, keys = base.split_key(state.key, len(leaves))
+        may_join = state.key is None and (elementwise or count > 1)
+        joining = plan_joining(updates, inner_state, params, chunks) if may_join else None
+        operands, at_once = (updates, inner_state, params), count
+        if joining is not None:
+            operands = joining.join(updates), joining.join_state(inner_state), joining.join(params)
+            at_once = joining.count
+        step_leaves, step_structure = jax.tree.flatten(operands[1], is_leaf=is_packed_leaf)
+        following, keys = base.split_key(state.key, len(step_leaves))
 
         def advance(updates: Any, old_leaves: list[Any], params: Any) -> tuple[Any, list[Any]]:
-            unpacked = structure.unflatten(map(packing.unpack_leaf, old_leaves))
+            unpacked = step_structure.unflatten(map(packing.unpack_leaf, old_leaves))
             inner_updates, new = inner.update(updates, unpacked, params, **extra)
             new_leaves = [  # a packed leaf is packed from the dtype that was computed
                 jnp.asarray(new, old.dtype) if base.is_float_leaf(old) and not is_packed_leaf(old) else new
-                for old, new in zip(old_leaves, structure.flatten_up_to(new), strict=True)
+                for old, new in zip(old_leaves, step_structure.flatten_up_to(new), strict=True)
             ]
             return inner_updates, new_leaves
 
         leaves_out = nonfinite == "skip"
-        operands = updates, [leaf for _, leaf in leaves], params
-        cuts = plan_chunks(updates, inner_state, count) if count > 1 else None
+        cuts = plan_chunks(*operands[:2], at_once) if at_once > 1 else None
+        operands = operands[0], step_leaves, operands[2]
         if cuts is None:
             inner_updates, packed_leaves, sound = _step_whole(advance, keys, operands, leaves_out)
         else:
             inner_updates, packed_leaves, sound = _step_in_chunks(advance, keys, operands, leaves_out, cuts)
+        if joining is not None:
+            starts = joining.row_starts(sound)
+            inner_updates = joining.split(inner_updates, updates, starts)
+            new_state = joining.split_state(step_structure.unflatten(packed_leaves), inner_state, starts)
+            packed_leaves = structure.flatten_up_to(new_state)
         skips, parts = state.skips, packing.stored_parts(structure, packed_leaves, state.arrays)
         if leaves_out:
             sound = chain.sound_on_all_ranks(sound, advance, *operands)

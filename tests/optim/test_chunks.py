@@ -4,6 +4,7 @@
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import pytest
 from further import Further
 
 import jchop as jc
+from jchop.optim._join import plan_joining
 from jchop.optim._pack import is_packed_leaf
 from jchop.optim._state import plan_chunks
 
@@ -123,6 +125,66 @@ def nothing_is_left_of_a_cut_leaf(rng: np.random.Generator) -> None:
     inner = structure.unflatten(chunk)
     np.testing.assert_array_equal(updates["v"], params["v"][256:512])
     assert inner[0].nu["v"].shape == (256,) and updates["s"].shape == (0,) and inner[0].count.shape == ()
+
+
+# -- leaves as one array of rows, in programs for one CPU --------------------------------------------------------------
+
+
+def joined_params(rng: np.random.Generator, dtype: Any = jnp.float32) -> dict[str, Any]:
+    """Equal leaves; one whose last axes are joined; one with a part of a group; small ones."""
+    shapes = {"a": (64, 256), "b": (64, 256), "c": (4, 8, 128), "d": (50, 77), "e": (9,), "f": (4096,), "g": (3, 5)}
+    return {name: jnp.asarray(rng.standard_normal(shape), dtype) for name, shape in shapes.items()}
+
+
+PRESETS = ["adamw8bit", *(pytest.param(n, marks=pytest.mark.slow) for n in ("adamw_fp8", "adamw4bit", "lion8bit"))]
+
+
+@pytest.mark.parametrize("chunks", [None, 3])
+@pytest.mark.parametrize("name", PRESETS)
+def test_joined_leaves_have_the_bits_of_single_ones(
+    name: str, chunks: int | None, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also under a step that is left out."""
+    make, params = (
+        lambda: getattr(jc.optim, name)(optax.linear_schedule(1e-2, 1e-3, 3), chunks=chunks),
+        joined_params(rng),
+    )
+    grads = [jax.tree.map(lambda p, k=k: jnp.sin(k * p), params) for k in (1, 2, 3)]
+    grads[1]["b"] = grads[1]["b"].at[5, 0].set(jnp.nan)
+    single = run(make(), params, grads)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    joined = run(make(), params, grads)
+    assert int(joined[1].skipped) == 1
+    assert_same(joined, single)
+
+
+def test_a_step_has_one_program_for_leaves_of_all_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    tx = jc.optim.adamw8bit(1e-3)
+
+    def lines(shapes: list[tuple[int, ...]]) -> int:
+        params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        lowered = jax.jit(tx.update).lower(params, jax.eval_shape(tx.init, params), params)
+        return len(str(lowered.compile().as_text()).splitlines())
+
+    two, five = lines([(16, 256)] * 2), lines([(16, 256)] * 3 + [(32, 256), (8, 4, 256)])
+    assert five - two < 3 * 200
+
+
+def test_leaves_of_one_kind_are_joined(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not if the state has packed arrays in a tree of another structure, as beside a mask."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    found = []
+
+    def plan(tx: Any, params: Any) -> None:
+        state = jc.optim.quantize_state(tx, "dynamic8", min_size=64).init(params).inner_state
+        found.append(plan_joining(params, state, params, 2))
+
+    masked = optax.masked(optax.adam(1e-3), {name: name < "c" for name in "abcdefg"})
+    for tx in (optax.adam(1e-3), masked):
+        jax.eval_shape(partial(plan, tx), joined_params(rng))
+    assert ["".join("abcdefg"[k] for k in group) for group in found[0].groups] == ["abcf", "d", "eg"]
+    assert found[1] is None
 
 
 def test_chunks_is_a_count() -> None:

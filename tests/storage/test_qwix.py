@@ -44,6 +44,18 @@ def test_there_and_back(x, text):
     assert again.scale.shape == q.scale.shape
 
 
+def test_two_scales_become_their_product(x):
+    qwix = pytest.importorskip("qwix")
+    for shape in ((4, 32), (2, 2, 32)):
+        q = jc.quantize(x.reshape(shape), jc.Spec("nvfp4"))
+        theirs = jc.to_qwix(q)
+        block, tensor = q.scale
+        product = np.asarray(jc.formats.float8_e4m3fn.decode(np.asarray(block)), np.float32) * np.asarray(tensor)
+        np.testing.assert_array_equal(theirs.scale, product)
+        np.testing.assert_array_max_ulp(np.asarray(qwix.dequantize(theirs)), np.asarray(jc.dequantize(q)), 2)
+        assert theirs.qvalue.dtype == jnp.float4_e2m1fn and theirs.scale.shape == (*shape[:-1], 2)
+
+
 @pytest.mark.in_turn(3)
 @pytest.mark.parametrize(("text", "qtype", "how"), [row for row in BOTH if row[1] is not None])
 def test_what_qwix_quantized(x, text, qtype, how):
@@ -64,7 +76,7 @@ def test_what_qwix_has_no_form_for(x):
     def converted(text):
         return jc.to_qwix(jax.eval_shape(lambda x: jc.quantize(x, text), x))
 
-    texts = ["nvfp4", "int4(group=8,scale=int8(channel=0))", "uint4(channel=0,zero_point=float)", "e3m2fn(channel=0)",
+    texts = ["int4(group=8,scale=int8(channel=0))", "uint4(channel=0,zero_point=float)", "e3m2fn(channel=0)",
              "e3m2fn", "int4(group=12)"]  # fmt: skip
     assert_refused({text: (partial(converted, text), ValueError, r"q has|q is of") for text in texts})
 
