@@ -103,8 +103,8 @@ def test_the_report_is_that_of_low_report(folder: Path, capsys: pytest.CaptureFi
     assert "data:image/png;base64," in text and "cancelled" in text
     import blamed_model  # type: ignore[import-not-found]
 
-    data = np.load(folder / "data.npz")
-    found = jc.emulate(blamed_model.loss, "e4m3").report(data["x"], data["y"], trace_values=True)
+    with np.load(folder / "data.npz") as data:
+        found = jc.emulate(blamed_model.loss, "e4m3").report(data["x"], data["y"], trace_values=True)
     assert json.loads("\n".join(lines(capsys, *command, "--json"))) == json.loads(found.to_json())
 
 
