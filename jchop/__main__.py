@@ -20,20 +20,8 @@ from jchop._common.checks import check, close_names_hint
 from jchop._common.files import distribution_version
 
 COMMANDS = (
-    FORMAT_LIST,
-    INFO,
-    ROUND,
-    QUANTIZE,
-    INSPECT,
-    CONVERT,
-    PTQ,
-    COMPARE,
-    REPORT,
-    BLAME,
-    TUNE,
-    STUDY,
-    DOCTOR,
-    COMPLETION,
+    *(FORMAT_LIST, INFO, ROUND, QUANTIZE, INSPECT, CONVERT, PTQ),
+    *(COMPARE, REPORT, BLAME, TUNE, STUDY, DOCTOR, COMPLETION),
 )
 
 
