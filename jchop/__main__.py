@@ -13,13 +13,16 @@ from typing import Any, NoReturn
 from jchop._cli._command import bold, print_note, printable
 from jchop._cli._completion import COMPLETION, words_by_command
 from jchop._cli._file_commands import COMPARE, CONVERT, INSPECT, QUANTIZE
-from jchop._cli._function_commands import BLAME, PTQ, STUDY, TUNE
+from jchop._cli._function_commands import BLAME, PTQ, REPORT, STUDY, TUNE
 from jchop._cli._info import DOCTOR, FORMAT_LIST, INFO
 from jchop._cli._round import ROUND
 from jchop._common.checks import check, close_names_hint
 from jchop._common.files import distribution_version
 
-COMMANDS = (FORMAT_LIST, INFO, ROUND, QUANTIZE, INSPECT, CONVERT, PTQ, COMPARE, BLAME, TUNE, STUDY, DOCTOR, COMPLETION)
+COMMANDS = (
+    *(FORMAT_LIST, INFO, ROUND, QUANTIZE, INSPECT, CONVERT, PTQ),
+    *(COMPARE, REPORT, BLAME, TUNE, STUDY, DOCTOR, COMPLETION),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

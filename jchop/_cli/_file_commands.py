@@ -287,7 +287,7 @@ def _compare_formats(name: str, array: np.ndarray, formats: Sequence[Any], key: 
     show_progress = cli.terminal_progress_bar() or (lambda *step: None)
     comparisons = []
     for count, fmt in enumerate(formats, start=1):
-        comparisons.append(compare(array, [fmt], key, scale=scale))
+        comparisons.append(compare(array, [fmt], key=key, scale=scale))
         show_progress("compare", count, len(formats), cli.printable(f"{name} {fmt}"))
     return replace(comparisons[0], rows=tuple(row for part in comparisons for row in part.rows))
 

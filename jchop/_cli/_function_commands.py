@@ -186,21 +186,22 @@ def argument_order(names: Sequence[str], function: Callable[..., Any], file: str
     return order
 
 
-# -- blame -------------------------------------------------------------------------------------------------------------
+# -- blame and report --------------------------------------------------------------------------------------------------
 
 
-def _run_blame(options: argparse.Namespace) -> None:
+def _run_emulated(tool: str, options: argparse.Namespace, **own: Any) -> None:
+    """Runs a tool that looks into an emulated function."""
     cli.check_pictures(options)
     from jchop._emulate.emulate import emulate
-    from jchop._insight.reports.blame import blame
 
     spec = as_spec(options.to, "--to")
     key = cli.key_of_seed_option(options.seed, [spec])
     with imports_from_here():
         function = load_function("FUNCTION", options.function)
-        output = None if options.output is None else load_function("--output", options.output)
+        if getattr(options, "output", None) is not None:
+            own["output"] = load_function("--output", options.output)
         args = load_arguments("--data", options.data, function)
-        report = blame(emulate(function, spec), *args, output=output, key=key, max_turns=options.max_turns)
+        report = getattr(emulate(function, spec), tool)(*args, key=key, max_turns=options.max_turns, **own)
     if (options.plot or options.html) and not report.rows:
         raise ValueError(f"FUNCTION {options.function} makes no error in {options.to}, so there is nothing to draw")
     _show_report(options, report, f"{options.function} in {options.to}")
@@ -214,7 +215,7 @@ def _show_report(options: argparse.Namespace, report: Any, title: str) -> None:
 
 BLAME = cli.Command(
     "blame",
-    _run_blame,
+    functools.partial(_run_emulated, "blame"),
     "divide the error of your own function in a format among its operations",
     (
         cli.argument("function"),
@@ -233,6 +234,27 @@ BLAME = cli.Command(
     "function without rounding, and shows the part of each operation in the error of the result, by line.",
     "examples:\n  jchop blame model:loss --data inputs.npz --to bfloat16\n"
     "  jchop blame model:solve --data inputs.npz --to e5m10:stochastic --seed 0 --html blame.html",
+)  # fmt: skip
+
+
+REPORT = cli.Command(
+    "report",
+    functools.partial(_run_emulated, "report", trace_values=True),
+    "show ranges, overflows, cancellation and errors of the operations of your own function in a format",
+    (
+        cli.argument("function"),
+        cli.argument("--data", required=True),
+        cli.argument("--to", "SPEC", "the rounding, such as bfloat16 or e4m3:saturate", required=True),
+        cli.argument("--seed"),
+        cli.argument("--max-turns", "N", "the most turns of a while loop; default 10000", type=int),
+        cli.argument("--json"),
+        cli.argument("--plot", help="draw errors and losses (needs matplotlib)"),
+        cli.argument("--html"),
+    ),
+    "Runs your function on the arrays of --data with every operation rounded, beside the same\n"
+    "function without rounding, and shows what each operation loses, by line.",
+    "examples:\n  jchop report model:loss --data inputs.npz --to e4m3\n"
+    "  jchop report model:solve --data inputs.npz --to e5m10:stochastic --seed 0 --html report.html",
 )  # fmt: skip
 
 

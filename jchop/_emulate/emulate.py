@@ -118,7 +118,8 @@ def emulate(
             not constants. If the condition still holds then, the loop ends with its present values. A `RuntimeWarning`
             names the line of the condition and the numbers compared. Under `jax.jit` the warning comes when the program
             runs (``jax.effects_barrier()`` waits for it). In a low format ``while t < 10: t += 0.01`` may never end.
-            Default None: any number of turns.
+            Default None: a loop ends with NaN when a turn keeps all bits that its condition depends on. An eager call
+            then warns.
         stop_at: the event that ends a call with a `FloatingPointError`, as ``jax_debug_nans`` does for NaN of the
             carrier. ``"overflow"`` is the first result that is finite in the carrier, but not in the format, or that
             saturates or wraps there. ``"nan"`` is the first NaN, and ``"invalid"`` the first NaN of operands without
@@ -224,11 +225,15 @@ class EmulatedFunction:
         def report(self, *args: Any, **options: Any) -> Any: ...
         def blame(self, *args: Any, **options: Any) -> Any: ...
         def what_if(self, *args: Any, **options: Any) -> Any: ...
+        def native(self, *args: Any, **options: Any) -> Any: ...
+        def ranges(self, batches: Any, **options: Any) -> Any: ...
 
     else:
         report = LazyMethod("jchop._insight.reports.report", "report")
         blame = LazyMethod("jchop._insight.reports.blame", "blame")
         what_if = LazyMethod("jchop._insight.reports.gains", "what_if")
+        native = LazyMethod("jchop._insight.native", "native")
+        ranges = LazyMethod("jchop._insight.reports.lines", "ranges")
 
     def __init__(self, fun: Callable[..., Any], settings: Settings, key: Array | None) -> None:
         self.fun, self.settings, self.key = fun, settings, key
@@ -314,7 +319,7 @@ def run_program(program: EmulatedProgram, spec: Spec | None, seeds: Seeds | None
     in_trace = any(isinstance(x, Tracer) for x in jax.tree.leaves((values, constants, inside)))
     runner = EmulationRunner(program.runner.max_turns) if in_trace else program.runner
     results = interpret(runner, program.plan, inside, values, constants)
-    if runner.max_turns is not None and not in_trace:
+    if not in_trace:
         jax.effects_barrier()  # so that warnings come before the results
     return results
 

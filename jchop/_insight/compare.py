@@ -25,6 +25,8 @@ from jchop.formats import ElementFormat, ScaledFormat
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from jchop._emulate.emulate import EmulatedFunction
+
 _UNSCALED_FORMATS = ("bfloat16", "binary16", "float8_e4m3fn:saturate", "float8_e5m2:saturate", "int8")
 _CHANNEL_FORMATS = ("int8(channel=0)", "float8_e4m3fn(channel=0)")
 _GROUP_FORMATS = (
@@ -145,12 +147,15 @@ def _comparison_share_text(value: float) -> str:
 @call_hint("jchop.compare(x, ['float8_e4m3fn', 'int8'])")
 def compare(
     x: Any,
-    formats: Iterable[SpecLike] | Spec | ElementFormat | ScaledFormat | None = None,
+    formats: Iterable[SpecLike] | Spec | ElementFormat | ScaledFormat | EmulatedFunction | None = None,
+    *args: Any,
     key: jax.Array | None = None,
-    *,
     scale: Literal["none", "fit"] = "none",
-) -> Comparison:
+) -> Any:
     """Compares the errors of an array in several formats: signal-to-noise ratio, worst errors, losses, bits.
+
+    ``compare(low_a, low_b, *args)`` compares two functions from `jchop.emulate` of the same arguments, by line of
+    source: errors of the operations, deviations from the carrier, and lost results side by side.
 
     Each row measures ``round_to_format(x, format)`` exactly. The specs decide overflow: ``"float8_e4m3fn"`` overflows
     to NaN beyond 448, and ``"float8_e4m3fn:saturate"`` clips. The formats of the default list clip, as hardware does;
@@ -162,6 +167,7 @@ def compare(
             round float32 numbers as float64.
         formats: specs, formats, or texts, or one of them. Default: 16-bit and 8-bit floats, nf4, MX formats and nvfp4,
             and int8 and int4 with one scale for the tensor, each row or each group.
+        *args: the arguments of two emulated functions.
         key: a typed key, needed by the stochastic modes; each format draws the same bits.
         scale: ``"none"`` (default), or ``"fit"``. With ``"fit"`` a format without scales gets x times a power of two,
             and the result is divided by it. It is the largest power under which no number is beyond the format's
@@ -169,7 +175,8 @@ def compare(
             changed.
 
     Returns:
-        A `Comparison`. Its `str` is a table, `rows` are the numbers, `to_json` and `plot` show them.
+        A `Comparison`. Its `str` is a table, `rows` are the numbers, `to_json` and `plot` show them. For two functions
+        a `LinesComparison`, with `rows` by line.
 
     Raises:
         TypeError: for complex numbers or objects, or a traced array.
@@ -185,6 +192,14 @@ def compare(
         int8           8.053    48.1        1.18           1         0        0    0.3 %        -
         fixed4.4           8     0.4         292       0.974         0   97.3 %        0    7.938
     """
+    if callable(x):
+        from jchop._insight.reports.lines import compare_lines
+
+        return compare_lines(x, formats, args, key)
+    if args:
+        raise TypeError(
+            f"compare takes *args for two emulated functions, not for an array; key={args[0]!r} is a keyword"
+        )
     check_choice("scale", scale, COMPARISON_SCALES)
     array = _comparison_array(x)
     names = default_formats(array.ndim) if formats is None else as_iterable(formats)

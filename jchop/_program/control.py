@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import Literal, jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from jchop._core.xla.cpu import is_short_float, loop_entry
@@ -106,6 +107,10 @@ class WhileParts(NamedTuple):
 ScanTurn = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
+#: After so many turns a loop is checked whether a turn kept its values.
+_LOOK_TURNS = 64
+
+
 class Loops:
     """How the programs that an equation holds run: as calls, loops and branches of JAX.
 
@@ -114,6 +119,8 @@ class Loops:
 
     #: The most turns of a `while` loop, which then ends with a warning; None for any number.
     max_turns: int | None = None
+    #: Whether a `while` loop without a limit ends when no later turn can end it, and whether a warning says so.
+    ends_stuck_loops = warns = False
     #: Whether derivatives of the results may be asked for.
     differentiates = True
 
@@ -158,8 +165,14 @@ class Loops:
         return last, ys
 
     def while_loop(self, step: Any, loop: WhileParts, start: Any) -> Any:
-        """The values with which a loop ends."""
+        """The values with which a loop ends; its numbers are NaN if it was stuck."""
         start, zero, most = without_weak_types(start), jnp.uint32(0), self.max_turns
+        draws = loop.condition(start, zero)[0] is not None
+        places = deciding_places(step) if self.ends_stuck_loops and most is None and not draws else ()
+        batch = jnp.ndim(step.inner[0].jaxpr.outvars[0].aval)
+
+        def same(new: Any, old: Any) -> Any:
+            return reduce(jnp.logical_and, [_same_bits(new[i], old[i], batch) for i in places])
 
         def turn(carry: tuple[Any, ...]) -> tuple[Any, ...]:
             values, count, *active = carry
@@ -167,7 +180,11 @@ class Loops:
             if not active:
                 return new, count
             new = jax.tree.map(partial(where_active, *active), new, values)
-            return new, count, active[0] & loop.goes_on(new, count)
+            goes_on = active[0] & loop.goes_on(new, count)
+            if places:
+                look = partial(lax.cond, count % _LOOK_TURNS == 0)
+                goes_on &= look(lambda: active[0] & ~same(new, values), lambda: active[0])
+            return new, count, goes_on
 
         def holds(carry: tuple[Any, ...]) -> Any:
             values, count, *active = carry
@@ -175,22 +192,29 @@ class Loops:
             return more if most is None else more & (count < most)
 
         # A batch of loops: the values of a finished loop stay the same until the last loop ends.
-        batched = step.inner[0].jaxpr.outvars[0].aval.shape
-        first = (start, zero, loop.goes_on(start, zero)) if batched else (start, zero)
-        last, count, *_ = lax.while_loop(holds, turn, first)
-        return last if most is None else self.at_limit(step, loop, last, count)
+        active = [loop.goes_on(start, zero)] if batch or places else []
+        if places:  # a comparison that is true, with the mesh axes of the values
+            active = [active[0] & same(start, start)]
+        last, count, *_ = lax.while_loop(holds, turn, (start, zero, *active))
+        if most is not None:
+            return self.at_limit(step, loop, last, count, count >= most)
+        if not places:
+            return last
+        stuck = loop.goes_on(last, count)
+        if self.warns:
+            self.at_limit(step, loop, last, count, jnp.any(stuck))
+        return [_nan_where(stuck, x) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in last]
 
-    def at_limit(self, step: Any, loop: WhileParts, last: Any, count: Array) -> Any:
-        """The values of a loop of limited turns; a warning, when the program runs, if its condition still holds."""
+    def at_limit(self, step: Any, loop: WhileParts, last: Any, count: Array, stopped: Array) -> Any:
+        """The values of a loop; a warning, when the program runs, if it was stopped and its condition still holds."""
         (seeds, args), most = loop.condition(last, count), self.max_turns
-        assert most is not None
 
         def look() -> None:
             comparisons, result = self.watch(step.inner[0], seeds, args)
             say = partial(warn_of_stop, step, [one for one, _ in comparisons], most)
-            jax.debug.callback(say, *lax.stop_gradient((result, [operands for _, operands in comparisons])))
+            jax.debug.callback(say, *lax.stop_gradient((count, result, [operands for _, operands in comparisons])))
 
-        lax.cond(count >= most, look, lambda: None)
+        lax.cond(stopped, look, lambda: None)
         return last
 
     def watch(self, plan: ProgramPlan, seeds: Any, args: Sequence[Any]) -> tuple[list[tuple[Any, list[Any]]], Any]:
@@ -212,6 +236,65 @@ class Loops:
         in_specs, out_specs = ([PartitionSpec()] * len(own), *params["in_specs"]), tuple(params["out_specs"])
         same = {"mesh": params["mesh"], "axis_names": set(axes), "check_vma": check_vma}
         return list(jax.shard_map(shard, in_specs=in_specs, out_specs=out_specs, **same)(own, *args))
+
+
+def _same_bits(new: Array, old: Array, batch: int) -> Array:
+    """Whether two numbers have the same bits, for every loop of a batch."""
+    if jnp.iscomplexobj(new):
+        return _same_bits(new.real, old.real, batch) & _same_bits(new.imag, old.imag, batch)
+    if jnp.issubdtype(new.dtype, jnp.floating):
+        new, old = (lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}") for x in (new, old))
+    return jnp.all(new == old, axis=tuple(range(batch, new.ndim)))
+
+
+def _nan_where(stuck: Array, x: Array) -> Array:
+    return jnp.where(stuck.reshape(stuck.shape + (1,) * (x.ndim - stuck.ndim)), jnp.nan, x)
+
+
+def deciding_places(step: ProgramStep) -> tuple[int, ...]:
+    """The carried values of a `while` whose bits decide that it never ends: if a turn keeps them, each later one does.
+
+    None if they have no real or complex number, if the loop has effects, or if its condition needs a count of turns,
+    as that of `jax.lax.fori_loop`. A count is left out that only itself and comparisons with infinity need.
+    """
+    (test, body), params = step.inner, step.eqn.params
+    own, outs = body.jaxpr.invars[params["body_nconsts"] :], body.jaxpr.outvars
+    read = _inputs_of(test, test.jaxpr.outvars)
+    needed, size = {i for i, v in enumerate(test.jaxpr.invars[params["cond_nconsts"] :]) if v in read}, -1
+    while size < len(needed):
+        size, inputs = len(needed), _inputs_of(body, [outs[i] for i in needed])
+        needed |= {i for i, v in enumerate(own) if v in inputs}
+    dtypes = [getattr(own[i].aval, "dtype", jax.dtypes.extended) for i in needed]
+    if step.eqn.effects or any(jnp.issubdtype(dtype, jax.dtypes.extended) for dtype in dtypes):
+        return ()
+    if any(_counts(one.eqn, own[i]) for i in needed for one in body.steps if outs[i] in one.eqn.outvars):
+        return ()
+    return tuple(sorted(needed)) if any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes) else ()
+
+
+def _inputs_of(plan: ProgramPlan, results: Sequence[Any]) -> set[Any]:
+    """The variables of a program that some of its results need, without comparisons with infinity that always hold."""
+    read = {v for v in results if not isinstance(v, Literal)}
+    integers = {step.eqn.outvars[0] for step in plan.steps if _holds_integers(step)}
+    for step in reversed(plan.steps):
+        needed = {v for v in step.eqn.invars if not isinstance(v, Literal)}
+        limits = [v.val for v in step.eqn.invars[1:] if isinstance(v, Literal)]
+        below = step.name in ("lt", "le") and bool(limits) and np.all(limits[0] == np.inf) and needed <= integers
+        if read.intersection(step.eqn.outvars) and not below:
+            read |= needed
+    return read
+
+
+def _holds_integers(step: Any) -> bool:
+    """Whether a step makes finite floats of any integers."""
+    wide = step.name == "convert_element_type" and getattr(getattr(step.out[0], "format", None), "max", 0) >= 1 << 64
+    return wide and jnp.issubdtype(step.eqn.invars[0].aval.dtype, jnp.integer)
+
+
+def _counts(eqn: Any, value: Any) -> bool:
+    """Whether an equation adds a constant integer, not zero, to a value."""
+    steps = [v.val for v in eqn.invars if isinstance(v, Literal) and np.issubdtype(np.result_type(v.val), np.integer)]
+    return eqn.primitive.name in ("add", "sub") and value in eqn.invars and bool(steps) and bool(np.all(steps[0]))
 
 
 def manual_axes(params: dict[str, Any]) -> tuple[str, ...]:

@@ -15,11 +15,19 @@ import numpy as np
 from jax import Array, lax
 
 from jchop._program.bind import bind
-from jchop._program.control import Interpret, ScanOrder, ScanTurn, WhileParts, as_jax_value, manual_axes
+from jchop._program.control import (
+    Interpret,
+    ScanOrder,
+    ScanTurn,
+    WhileParts,
+    as_jax_value,
+    deciding_places,
+    manual_axes,
+)
 from jchop._program.run import Runner
 from jchop._program.seeds import Seeds
 from jchop._program.step import ProgramStep
-from jchop._program.stopped_loops import text_of_stop
+from jchop._program.stopped_loops import STUCK, text_of_stop
 
 # -- shards ------------------------------------------------------------------------------------------------------------
 
@@ -264,7 +272,8 @@ class LaneRunner(Runner):
         """The values with which each lane ends; a loop whose values no longer change is stopped."""
         lanes, outer, carry, turn = self.lanes, self.turn, start, 0
         active = {i: jnp.asarray(True) for i in lanes}
-        draws = any(seeds is not None for seeds in loop.condition(start, 0)[0]) or bool(step.eqn.effects)
+        draws = any(seeds is not None for seeds in loop.condition(start, 0)[0])
+        places = () if draws else deciding_places(step)
         self.while_depth += 1
         while True:
             self.turn = (*outer, turn)
@@ -281,9 +290,8 @@ class LaneRunner(Runner):
             active = {i: active[i] for i in self.lanes}
             new = [self.choose(active, *pair) for pair in zip(loop.next_of(carry, turn), carry, strict=True)]
             turn += 1
-            if not draws and all(same_bits(x[i], y[i]) for x, y in zip(new, carry, strict=True) for i in self.lanes):
-                why = f"after {turn} turns, as its values no longer change and it would never end"
-                self._note_stop(step, why, *loop.condition(carry, turn))
+            if places and all(same_bits(new[place][i], carry[place][i]) for place in places for i in self.lanes):
+                self._note_stop(step, STUCK.format(turns=turn), *loop.condition(carry, turn))
                 break
             carry = new
         self.lanes, self.turn, self.while_depth = lanes, outer, self.while_depth - 1

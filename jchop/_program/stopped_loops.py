@@ -20,18 +20,26 @@ COMPARISONS: dict[str, tuple[str, Callable[..., Any]]] = {
     "eq": ("==", operator.eq),
     "ne": ("!=", operator.ne),
 }
+#: The cause of a stop: another turn would give the same bits.
+STUCK = "after {turns} turns, as its values no longer change and it would never end (a format with more digits, or a "
+STUCK += "larger step or tolerance, ends it; with max_turns= the results are the last values, else NaN)"
 #: The most pairs of numbers that are shown of one comparison.
 _MOST_PAIRS = 3
 
 
 def warn_of_stop(
-    step: ProgramStep, comparisons: Sequence[ProgramStep], turns: int, goes_on: Any, operands: Sequence[Sequence[Any]]
+    step: ProgramStep,
+    comparisons: Sequence[ProgramStep],
+    most: int | None,
+    turns: Any,
+    goes_on: Any,
+    operands: Sequence[Sequence[Any]],
 ) -> None:
     """Warn that a loop was stopped, if its condition still holds anywhere; the warning points to the condition."""
     if np.any(goes_on):
-        warn_at_condition(
-            step, comparisons, text_of_stop(step, comparisons, f"after max_turns={turns} turns", goes_on, operands)
-        )
+        limited = most is not None and int(turns) >= most
+        when = f"after max_turns={most} turns" if limited else STUCK.format(turns=int(turns))
+        warn_at_condition(step, comparisons, text_of_stop(step, comparisons, when, goes_on, operands))
 
 
 def warn_at_condition(step: ProgramStep, comparisons: Sequence[ProgramStep], text: str) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jchop._common.checks import check
+from jchop._common.text import cut_middle
 from jchop.plot._charts import BLUE, INK, RED, draw_at_edge, draw_bars, draw_frame, draw_legend, new_figure
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from jchop._insight.reports.blame import Blame, BlameRow
+    from jchop._insight.reports.lines import Ranges
     from jchop._insight.reports.report import Report, ReportRow
 
 #: The rows of a blame with a bar of their own.
@@ -93,6 +95,32 @@ def draw_blame(seen: Blame, title: str) -> Figure:
     axes.set_xlabel(f"contribution to the error, which is {seen.error:.3g}")
     if turns:
         _draw_iterations(panels[1], turns)
+    return figure
+
+
+def draw_ranges(seen: Ranges, title: str) -> Figure:
+    """The counts of exponents as a map: a row for each line, dark for many results.
+
+    Two marks in a row are the smallest and the largest exponent of the normal numbers of its format.
+    """
+    rows = [row for row in seen.rows if row.exponents]
+    check(rows, "a picture needs rows with numbers other than zero")
+    least, most = (pick(row.exponents[end][0] for row in rows) for pick, end in ((min, 0), (max, -1)))
+    counts = np.zeros((len(rows), most - least + 1))
+    for i, row in enumerate(rows):
+        for exponent, count in row.exponents:
+            counts[i, exponent - least] = count / row.numbers
+    figure = new_figure(10, 1.9 + 0.5 * len(rows), title)
+    axes = figure.subplots()
+    shown = np.ma.masked_equal(np.sqrt(counts), 0)
+    axes.imshow(shown, cmap="Blues", aspect="auto", vmin=-0.2, vmax=1, extent=(least - 0.5, most + 0.5, len(rows), 0))
+    for i, row in enumerate(rows):
+        for end in row.limits:
+            axes.plot([end, end], [i + 0.1, i + 0.9], color=RED, linewidth=2)
+    names = [f"{'∂ ' * row.backward}{cut_middle(row.text, 40)}\n{row.spec}, {row.place}" for row in rows]
+    axes.set_yticks(np.arange(len(rows)) + 0.5, names, fontsize=9)
+    axes.set_xlim(least - 1, most + 1)
+    axes.set_xlabel("exponent of the results; red: the ends of the normal numbers of the format")
     return figure
 
 

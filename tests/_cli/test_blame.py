@@ -95,6 +95,19 @@ def test_json_is_that_of_blame(folder: Path, capsys: pytest.CaptureFixture[str])
     assert rows == [(row.primitive, row.contribution) for row in found.rows]
 
 
+def test_the_report_is_that_of_low_report(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ("report", "blamed_model:loss", "--data", "data.npz", "--to", "e4m3")
+    assert lines(capsys, *command, "--html", "page.html")[-1] == "wrote page.html"
+    text = (folder / "page.html").read_text()
+    check_html(text)
+    assert "data:image/png;base64," in text and "cancelled" in text
+    import blamed_model  # type: ignore[import-not-found]
+
+    with np.load(folder / "data.npz") as data:
+        found = jc.emulate(blamed_model.loss, "e4m3").report(data["x"], data["y"], trace_values=True)
+    assert json.loads("\n".join(lines(capsys, *command, "--json"))) == json.loads(found.to_json())
+
+
 @pytest.mark.in_turn(1000)
 @pytest.mark.parametrize(
     ("command", "field"),

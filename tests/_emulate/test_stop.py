@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 
 import jchop as jc
+from jchop._program import control
 
 Array = jax.Array
 KEY = jax.random.key(2)
@@ -159,3 +162,39 @@ def test_a_loop_whose_steps_are_rounded_away_warns_when_it_is_traced(
     with pytest.warns(RuntimeWarning, match="after max_turns=2000 turns"):
         jax.block_until_ready(jax.jit(jc.emulate(wait, spec, max_turns=2000), static_argnums=1)(0.0, limit))
         jax.effects_barrier()
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.vmap, jax.jacfwd], ids=["eager", "jit", "vmap", "jvp"])
+def test_a_loop_that_keeps_its_bits_stops(wrap: Any) -> None:
+    """A count that is compared with infinity alone does not hide it; a traced loop says nothing, as its export."""
+
+    def wait(t: Any) -> Any:
+        step = 0.01 + 0 * t
+
+        def body(c: Any) -> Any:
+            return c[0] + step, c[1] + 1, -c[2]
+
+        return jax.lax.while_loop(lambda c: (c[0] < 10) & (c[1] < jnp.inf), body, (t, 0, t))[::2]
+
+    low, t = jc.emulate(wait, "bfloat16"), jnp.zeros(2 if wrap is jax.vmap else ())
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        last = wrap(low)(t)
+    assert np.isnan(np.asarray(last)).all() or wrap is jax.jacfwd
+    assert len(found) == (wrap not in (jax.jit, jax.vmap, jax.jacfwd))
+    assert all("would never end" in str(one.message) and "4.0 < 10.0" in str(one.message) for one in found)
+    jax.export.export(jax.jit(low))(t[..., 0] if t.shape else t)
+    assert np.all(np.asarray(wrap(jc.emulate(wait, "binary32"))(t + 9.9)[0]) > 0)
+
+
+def test_a_loop_that_counts_its_turns_compiles_as_before() -> None:
+    def newton(x: Array) -> Array:
+        y = jax.lax.while_loop(lambda c: c[0] < 20, lambda c: (c[0] + 1, (c[1] + x / c[1]) / 2), (0, x))[1]
+        return jax.lax.fori_loop(0, jnp.int32(y), lambda i, y: y * 0.5, y)
+
+    low, real = jc.emulate(newton, "bfloat16"), control.deciding_places
+    texts = []
+    for places in (real, lambda step: ()):
+        with mock.patch.object(control, "deciding_places", places):
+            texts.append(jax.jit(lambda x: low(x)).lower(2.0).as_text())
+    assert texts[0] == texts[1]

@@ -130,7 +130,7 @@ def test_16_bit_floats_are_rounded_as_float32() -> None:
 
 def test_stochastic_rounding_takes_a_key() -> None:
     key = jax.random.key(1)
-    row = jc.compare(X, ["e5m2:stochastic"], key).rows[0]
+    row = jc.compare(X, ["e5m2:stochastic"], key=key).rows[0]
     y = jc.round_to_format(X, "e5m2:stochastic", key)
     assert row.worst_absolute == np.abs(X.astype(np.float64) - y).max()
     with pytest.raises(ValueError, match="key"):

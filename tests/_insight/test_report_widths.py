@@ -59,6 +59,8 @@ REPORTS: dict[str, Callable[[], Any]] = {
     "digits": lambda: jc.significant_digits(program, X, key=jax.random.key(0)),
     "tune": lambda: jc.tune(program, ["e8m7", "e8m20"], [X], 0.1, by="equation"),
     "compare": lambda: jc.compare(X, [SPEC, "e4m3fn", "codebook(-1,-0.6,-0.3,-0.2,-0.1,0,0.1,0.2,0.3,0.6,1)"]),
+    "compare lines": lambda: jc.compare(low, jc.emulate(program, "e4m3"), X),
+    "ranges": lambda: low.ranges([X, 2 * X]),
     "study of a function": lambda: jc.study.run_function(program, X, formats=["e4m3fn"], modes=["stochastic"]),
     "study": study,
     "quantize_fn": lambda: jc.quantize_fn(product, SPEC).report(PARAMS, X, platform="a100"),

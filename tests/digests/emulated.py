@@ -130,6 +130,8 @@ def reports() -> Iterator[Call]:
     yield Call("report operations", lambda: (lambda r: [str(facts(r)["operations"]), [attempt(r.first, kind) for kind in ("nan", "overflow", "invalid")]])(low(halves).report(X, trace_values=True)))
     yield Call("Event", lambda: jc.emulate(lambda x: x * 9e4, "e5m10").report(X, trace_values=True).first("overflow").first_overflow)
     yield Call("blame options", lambda: whole(low(lambda x: (halves(x), x), "e5m7:stochastic").blame(output=lambda y: y[0] * 2, key=KEY, max_turns=5, x=X)), loose=True)
+    yield Call("native", lambda: jax.jit(low(halves).native(X))(X), loose=True)
+    yield Call("ranges", lambda: whole(low(halves).ranges([X, Y + 2])), loose=True)
     yield Call("what_if", lambda: [whole(low(halves).what_if(X, by=by)) for by in ("row", "line", "scope", "function")], loose=True)
     yield Call("blame columns", lambda: (lambda b: [b.to_csv().splitlines()[0], sorted(json.loads(b.to_json(indent=1)))])(low(halves).blame(X)))
     yield Call("blame places", lambda: [(facts(row), row.as_dict()) for row in low(halves).blame(X).rows], loose=True)
@@ -175,5 +177,6 @@ def compared() -> Iterator[Call]:
                           "stochastic": {"formats": ["e5m2:stochastic"], "key": KEY}, "fit": {"scale": "fit"}}.items():
         yield Call(f"compare {case}", lambda o=options: whole(jc.compare(x=x, **o)), loose=True)
     yield Call("compare hard", lambda: whole(jc.compare(hard("float8_e5m2"), ["e5m2", "bfloat16", "mxfp4"])), loose=True)
+    yield Call("compare lines", lambda: whole(jc.compare(*(jc.emulate(halves, s) for s in ("e5m2", "bfloat16")), X)), loose=True)
     yield Call("compare float64", lambda: whole(jc.compare(normal("x", (64,), np.float64))), loose=True)
     yield from several("compare", lambda **o: jc.compare(x, ["e5m2", "bfloat16"]).plot(**o), plot={"title": "mine"}, loose=True)

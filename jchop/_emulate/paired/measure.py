@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -51,13 +52,17 @@ class Measure:
     largest: float = -math.inf
     error: float = -math.inf
     deviation: float = -math.inf
+    exponents: Counter[int] = field(default_factory=Counter)  # this and the next: of `EmulatedFunction.ranges` alone
+    numbers: int = 0
+    zeros: int = 0
+    subnormals: int = 0
     first_overflow: Event | None = None
     first_nan: Event | None = None
     first_invalid: Event | None = None
 
     def facts(self) -> dict[str, Any]:
         """The fields of a row; NaN if there is no number."""
-        inner = ("new_nonfinite", "digit_loss", "sums")
+        inner = ("new_nonfinite", "digit_loss", "sums", "exponents", "numbers", "zeros", "subnormals")
         rest = ((name, v) for name, v in vars(self).items() if name not in inner)
         numbers = {name: math.nan if isinstance(v, float) and not math.isfinite(v) else v for name, v in rest}
         return numbers | {"cancelled_mean": self.digit_loss / self.sums if self.sums else math.nan}

@@ -155,10 +155,13 @@ class EmulationRunner(Runner):
 
     Args:
         max_turns: the most turns of a `while` loop. Default None: any number.
+        warns: whether a warning names a stuck loop.
     """
 
-    def __init__(self, max_turns: int | None = None) -> None:
-        self.max_turns = max_turns
+    ends_stuck_loops = True
+
+    def __init__(self, max_turns: int | None = None, warns: bool = False) -> None:
+        self.max_turns, self.warns = max_turns, warns
 
     def parts(self, plan: ProgramPlan) -> Iterable[Any]:
         """The steps, repeated ones as loops, and some as chains. A warning of `max_turns` names a line of each turn."""
@@ -198,7 +201,7 @@ class EagerRunner(EmulationRunner):
     """
 
     def __init__(self, max_turns: int | None = None) -> None:
-        super().__init__(max_turns)
+        super().__init__(max_turns, warns=True)
         self._step_functions: dict[int, Callable[..., list[Any]]] = {}
         self._parts: dict[int, list[Any]] = {}
 
@@ -212,7 +215,7 @@ class EagerRunner(EmulationRunner):
         """The results of an equation that holds programs."""
         if step.name not in _COMPILE_UNITS or any(is_reference(v.aval) for v in step.eqn.invars):
             return super().control(step, seeds, args)
-        return self._once(step, EmulationRunner(self.max_turns).control, seeds, args)
+        return self._once(step, EmulationRunner(self.max_turns, warns=True).control, seeds, args)
 
     def run(self, part: EmulatedStep | Chain | Turns, seeds: Seeds | None, args: list[Any]) -> list[Any]:
         """The results of one equation or chain."""

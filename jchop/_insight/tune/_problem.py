@@ -263,7 +263,9 @@ class TuningProblem:
             with warnings.catch_warnings(record=True) as records:
                 warnings.simplefilter("always")
                 error = error_by_metric(self.metric, low(*case.args), case.exact)
-            hit_limit = any(issubclass(w.category, RuntimeWarning) and "max_turns" in str(w.message) for w in records)
+            hit_limit = any(
+                issubclass(w.category, RuntimeWarning) and "loop was stopped" in str(w.message) for w in records
+            )
             errors.append(math.inf if hit_limit else error)
         return errors
 

@@ -253,9 +253,9 @@ class _LevelRunner(Runner):
         runner = replace(self, formats_of_values={}, results_of_rounding={})
         return interpret(runner, plan, None, args, [_as_float64(x) for x in plan.consts])
 
-    def at_limit(self, step: EmulatedStep, loop: WhileParts, last: Any, count: Array) -> list[Any]:
+    def at_limit(self, step: EmulatedStep, loop: WhileParts, last: Any, count: Array, stopped: Array) -> list[Any]:
         """The values of a loop, NaN if its condition still holds."""
-        hit_limit = (count >= self.max_turns) & loop.goes_on(last, count)
+        hit_limit = stopped & loop.goes_on(last, count)
         return [jnp.where(hit_limit, jnp.nan, x) if x.dtype == jnp.float64 else x for x in last]
 
 
