@@ -173,7 +173,7 @@ class _BiasSearch(ProgramWalk):
         if not parameter_origins:
             sum_terms: list[_ProductTerm] = []
             for sign, v, terms in zip(signs, step.eqn.invars, operand_terms, strict=True):
-                if self._uses[v] == 1 and v.aval.shape == shape:
+                if terms and self._uses[v] == 1 and v.aval.shape == shape:  # a literal has no terms, nor a hash
                     sum_terms += [replace(term, sign=sign * term.sign, has_other_terms=True) for term in terms]
             return [tuple(sum_terms)]
         for term in (*operand_terms[0], *operand_terms[1]) if len(parameter_origins[0]) == 1 else ():
