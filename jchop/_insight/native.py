@@ -170,9 +170,10 @@ def native(low: Any, /, *args: Any, **kwargs: Any) -> Native:
 
     An operation in a format of a dtype is the device's own. Others stay emulated, and notes name them. Sums, products,
     quotients and square roots of two numbers have the bits of the emulation. XLA computes with more digits between
-    operations unless told otherwise, so each result has a `jax.lax.reduce_precision`. The patch has none: it has these
-    bits under ``XLA_FLAGS=--xla_allow_excess_precision=false``. Elementary functions and sums of many terms may differ
-    in the last bit, and a device may read subnormal numbers as zero.
+    operations unless told otherwise, so each result has a `jax.lax.reduce_precision`. The patch has none. In bfloat16
+    it has these bits under ``XLA_FLAGS=--xla_allow_excess_precision=false``; in float16 XLA contracts products and sums
+    on a CPU. Elementary functions and sums of many terms may differ in the last bit, and a device may read subnormal
+    numbers as zero.
 
     Args:
         low: a function from `jchop.emulate`, with rules of `jchop.tune` or others. Nothing may draw.

@@ -132,7 +132,7 @@ class _RangesRun(PairedRun):
     def _measure(self, low: Any, same: Any, reference: Any, operands: Any, *more: Any, **facts: Any) -> Measure:
         measure = super()._measure(low, same, reference, operands, *more, **facts)
         exact, spec = as_double_precision(same), facts.get("spec")
-        parts = [exact.real, exact.imag] if np.iscomplexobj(exact) else [exact]
+        parts = [np.real(exact), np.imag(exact)] if np.iscomplexobj(exact) else [exact]
         x = np.abs(np.concatenate([np.ravel(part) for part in parts]))
         finite = x[np.isfinite(x) & (x != 0)]
         found = zip(*np.unique(np.frexp(finite)[1] - 1, return_counts=True), strict=True)
