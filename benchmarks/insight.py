@@ -1,0 +1,92 @@
+"""What the tools of insight cost: a transformer block of 8 × 64 tokens, and a solver of 966 equations.
+
+    python benchmarks/insight.py [--only TOOL ...] [--spec bfloat16]
+
+A row is a tool. Seconds are those of the processor, of the first call and of the second one; the ratio is of the second
+call and one of the plain program, compiled. `lines` are those of XLA's program for a CPU, of tools that are one
+program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from compile_cost import LanguageModel, runge_kutta
+from flax import nnx
+
+import jchop as jc
+
+Program = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def block() -> Program:
+    """A block of width 64 on 8 × 64 tokens: the norm, attention and the network, without the embedding."""
+    graph, state = nnx.split(LanguageModel(rngs=nnx.Rngs(0), blocks=1))
+    x = jax.random.normal(jax.random.key(0), (8, 64, 64))
+
+    def run(state: Any, x: Any) -> Any:
+        model = nnx.merge(graph, state)
+        mask = nnx.make_causal_mask(jnp.zeros((8, 64)))
+        x = x + model.attention[0](model.norms[0](x), mask=mask)
+        return x + model.down[0](jax.nn.gelu(model.up[0](model.norms[1](x))))
+
+    return run, (state, x)
+
+
+def tools(run: Callable[..., Any], args: tuple[Any, ...], spec: str) -> dict[str, Callable[[], Any]]:
+    """The calls, by name; those that are one program are jitted."""
+    low, key = jc.emulate(run, spec), jax.random.key(0)
+    single = jax.jit(lambda *args: jc.emulate(run, spec)(*args))
+    native = jax.jit(low.native(*args))
+    return {
+        "plain": lambda: jax.jit(run)(*args),
+        "emulate": lambda: single(*args),
+        "native": lambda: native(*args),
+        "report": lambda: low.report(*args, trace_values=True),
+        "ranges": lambda: low.ranges([args]),
+        "blame": lambda: low.blame(*args),
+        "what_if": lambda: low.what_if(*args, by="line"),
+        "significant_digits": lambda: jc.significant_digits(run, *args, key=key, narrow="carrier"),
+        "compare": lambda: jc.compare(low, jc.emulate(run, "binary16"), *args),
+    }
+
+
+def seconds_of(call: Callable[[], Any]) -> float:
+    start = time.process_time()
+    jax.block_until_ready(jax.tree.leaves(call()))
+    return time.process_time() - start
+
+
+def lines_of(run: Callable[..., Any], args: tuple[Any, ...]) -> int:
+    return len(str(jax.jit(run).lower(*args).compile().as_text()).splitlines())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="*", help="names of tools")
+    parser.add_argument("--spec", default="bfloat16")
+    options = parser.parse_args()
+    print("| program | tool | first, s | second, s | ratio to plain | lines |")
+    print("| --- | --- | ---: | ---: | ---: | ---: |")
+    for name, (run, args) in {"block": block(), "Runge-Kutta": runge_kutta()}.items():
+        calls = tools(run, args, options.spec)
+        programs = {"plain": run, "emulate": jc.emulate(run, options.spec)}
+        programs["native"] = jc.emulate(run, options.spec).native(*args)
+        calls["plain"]()
+        plain = float(np.median([seconds_of(calls["plain"]) for _ in range(20)]))
+        for tool in options.only or calls:
+            jax.clear_caches()
+            first = seconds_of(calls[tool])
+            second = float(np.median([seconds_of(calls[tool]) for _ in range(20 if tool in programs else 1)]))
+            lines = f"{lines_of(programs[tool], args):,}" if tool in programs else ""
+            print(f"| {name} | {tool} | {first:.2f} | {second:.4g} | {second / plain:,.1f} | {lines} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
