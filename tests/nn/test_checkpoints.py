@@ -282,7 +282,12 @@ def test_products_that_keep_an_axis_of_both_operands_have_no_matrix(tmp_path: Pa
         ("float8_e4m3fn(group=all)", "e4m3fn(group=tensor)", {"strategy": "tensor"}, "float-quantized"),
         ("mxfp8_e4m3", "mxfp8_e4m3", {"strategy": "group", "group_size": 32}, "mxfp8-quantized"),
         ("int4(group=16)", "int8(group=all)", {"num_bits": 8, "strategy": "token"}, "pack-quantized"),
-        ("int4(group=16)", "e4m3fn(group=all)", None, "pack-quantized"),
+        (
+            "int4(group=16)",
+            "e4m3fn(group=all)",
+            {"num_bits": 8, "type": "float", "strategy": "token"},
+            "pack-quantized",
+        ),
         ("int8(channel=0)", "bfloat16", None, "pack-quantized"),
         ("int8(channel=0)", None, None, "pack-quantized"),
     ],
