@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import emulate_cases
@@ -130,7 +131,7 @@ def reports() -> Iterator[Call]:
     yield Call("report operations", lambda: (lambda r: [str(facts(r)["operations"]), [attempt(r.first, kind) for kind in ("nan", "overflow", "invalid")]])(low(halves).report(X, trace_values=True)))
     yield Call("Event", lambda: jc.emulate(lambda x: x * 9e4, "e5m10").report(X, trace_values=True).first("overflow").first_overflow)
     yield Call("blame options", lambda: whole(low(lambda x: (halves(x), x), "e5m7:stochastic").blame(output=lambda y: y[0] * 2, key=KEY, max_turns=5, x=X)), loose=True)
-    yield Call("native", lambda: jax.jit(low(halves).native(X))(X), loose=True)
+    yield Call("native", lambda: (lambda n: (jax.jit(n)(X), n.notes, replace(n, low=None, patch="", casts=())))(low(halves).native(X)), loose=True)
     yield Call("ranges", lambda: whole(low(halves).ranges([X, Y + 2])), loose=True)
     yield Call("what_if", lambda: [whole(low(halves).what_if(X, by=by)) for by in ("row", "line", "scope", "function")], loose=True)
     yield Call("blame columns", lambda: (lambda b: [b.to_csv().splitlines()[0], sorted(json.loads(b.to_json(indent=1)))])(low(halves).blame(X)))
