@@ -55,6 +55,24 @@ def test_values_are_those_of_math() -> None:
     np.testing.assert_array_equal(got, jc.math.hypot(X, 2.0, "e5m2:down"))
 
 
+@pytest.mark.parametrize("fun", [jnp.logaddexp, jnp.hypot, jnp.floor_divide], ids=lambda fun: fun.__name__)
+def test_batches_of_one_operand_are_the_same_operation(fun: Callable[..., Any]) -> None:
+    """Also if the program is traced under another setting of JAX than the example."""
+    x, y = jnp.linspace(-3, 3, 16), jnp.linspace(4, -5, 16)
+    whole = jc.emulate(lambda x, y: fun(x[:, None], jnp.broadcast_to(y, (16, 16))), "bfloat16")(x, y)
+    programs = {
+        "scalars": lambda x, y: jax.vmap(lambda p: fun(p, y))(x),
+        "rows of one": lambda x, y: jax.vmap(lambda p: fun(p, y))(x[:, None]),
+        "the other operand": lambda x, y: jax.vmap(lambda p: fun(x, p), out_axes=1)(y),
+        "both": lambda x, y: jax.vmap(lambda p: jax.vmap(lambda q: fun(p, q))(y))(x),
+        "scalars beside a batch": lambda x, y: jax.vmap(fun)(x, jnp.broadcast_to(y, (16, 16))),
+    }
+    for name, program in programs.items():
+        np.testing.assert_array_equal(jc.emulate(program, "bfloat16")(x, y), whole, err_msg=name)
+        with jax.threefry_partitionable(False):
+            np.testing.assert_array_equal(jc.emulate(program, "bfloat16")(x, y), whole, err_msg=name)
+
+
 def test_the_same_operations_of_a_user_stay_apart() -> None:
     assert names_of(lambda x: x * 57.29578, X) == ["mul"]
     assert "log2" not in names_of(lambda x: (jnp.log(x), jnp.log(x) / jnp.log(jnp.float32(2))), X) or hasattr(

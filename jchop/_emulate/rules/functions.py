@@ -368,8 +368,8 @@ def with_functions(jaxpr: Any, functions: Sequence[NamedFunction]) -> Any:
     while place < len(jaxpr.eqns):
         candidates = by_start.get(_start_of(jaxpr.eqns[place]), ())
         calls = (_call_at(jaxpr, place, function) for function in candidates)
-        eqn, count = next((call for call in calls if call is not None), (jaxpr.eqns[place], 1))
-        eqns.append(eqn)
+        own, count = next((call for call in calls if call is not None), ([jaxpr.eqns[place]], 1))
+        eqns += own
         place += count
     return jaxpr if all(map(lambda new, old: new is old, eqns, jaxpr.eqns)) else jaxpr.replace(eqns=eqns)
 
@@ -387,17 +387,19 @@ def _start_of(eqn: Any) -> tuple[str, Any]:
     return eqn.primitive.name, eqn.params.get("name")
 
 
-def _call_at(jaxpr: Any, place: int, function: NamedFunction) -> tuple[Any, int] | None:
-    """The equation of a call whose equations begin at a place, and their number."""
+def _call_at(jaxpr: Any, place: int, function: NamedFunction) -> tuple[list[Any], int] | None:
+    """The equation of a call whose equations begin at a place, perhaps after broadcasts, and their number."""
     operands = [v for v in jaxpr.eqns[place].invars if len(function.operands) > 1 or not isinstance(v, Literal)]
     if len(operands) != len(function.operands) or not _have_dtypes(operands, function.operands):
         return None
-    shapes = [v.aval.shape for v in operands]
-    if jaxpr.eqns[place].primitive.name == "custom_jvp_call":  # under `jax.vmap` operands may have other shapes
-        whole = jaxpr.eqns[place].outvars[0].aval.shape
-        if _broadcast_shape(shapes) != whole:
+    first, originals, broadcasts, shapes = jaxpr.eqns[place], operands, [], [v.aval.shape for v in operands]
+    if any(True for _ in programs_of(first)):
+        aligned = _with_batch_axes(first, operands)
+        if aligned is None:
             return None
-        shapes = [whole] * len(shapes)
+        operands, broadcasts = aligned
+        if first.primitive.name == "custom_jvp_call":  # called with operands of one shape
+            shapes = [first.outvars[0].aval.shape] * len(shapes)
     avals = (v.aval for v in operands)
     kinds = ((shape, aval.dtype, getattr(aval, "weak_type", False)) for shape, aval in zip(shapes, avals, strict=True))
     known = _equations_of(function, tuple(kinds))
@@ -408,7 +410,7 @@ def _call_at(jaxpr: Any, place: int, function: NamedFunction) -> tuple[Any, int]
     if len(eqns) != len(known) or not all(map(_are_alike, eqns, known)):
         return None
     inner = {v for eqn in eqns[:-1] for v in eqn.outvars}
-    read = {v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal)} - inner - set(_variables(operands))
+    read = {v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal)} - inner - set(_variables(originals))
     if read or any(v in inner for reader in (jaxpr.outvars, *(eqn.invars for eqn in rest)) for v in _variables(reader)):
         return None
     if not _have_equal_programs(eqns, known) and not _are_made_by(eqns, function):
@@ -417,7 +419,7 @@ def _call_at(jaxpr: Any, place: int, function: NamedFunction) -> tuple[Any, int]
     for i, (v, name) in enumerate(zip(operands, function.operands, strict=True)):
         if name == "float32" and isinstance(v, Literal):
             operands[i] = Literal(np.asarray(v.val, dtype), v.aval.update(dtype=dtype))
-    return eqns[-1].replace(primitive=function, params={}, invars=operands, effects=set()), len(known)
+    return [*broadcasts, eqns[-1].replace(primitive=function, params={}, invars=operands, effects=set())], len(known)
 
 
 def _have_dtypes(operands: Sequence[Any], names: Sequence[str]) -> bool:
@@ -436,11 +438,44 @@ def _have_dtypes(operands: Sequence[Any], names: Sequence[str]) -> bool:
     return True
 
 
-def _broadcast_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+def _with_batch_axes(eqn: Any, operands: Sequence[Any]) -> tuple[list[Any], list[Any]] | None:
+    """The operands of a call with the axes of its result, and the equations that broadcast them.
+
+    Under `jax.vmap`, the program of the call adds axes to operands that have fewer. None if it does not show which.
+    """
+    (program, *_), shape = programs_of(eqn), eqn.outvars[0].aval.shape
+    results, broadcasts = list(operands), []
+    for i, v in enumerate(operands):
+        if len(v.aval.shape) in (0, len(shape)):
+            continue
+        use = _broadcast_of(program.invars[i], program)
+        if use is None:
+            return None
+        results[i] = type(use.outvars[0])(v.aval.update(shape=use.outvars[0].aval.shape))
+        place = {"source_info": eqn.source_info, "ctx": eqn.ctx}
+        broadcasts.append(use.replace(invars=[v], outvars=[results[i]], **place))
     try:
-        return np.broadcast_shapes(*shapes)
+        return (results, broadcasts) if np.broadcast_shapes(*(v.aval.shape for v in results)) == shape else None
     except (TypeError, ValueError):  # sizes that are known at run time, or that differ
         return None
+
+
+def _broadcast_of(v: Any, program: Any) -> Any:
+    """The equation that adds axes to a variable, or to results of its shape made of it alone; None if there is none."""
+    own = {v}
+    for eqn in program.eqns:
+        operands = _variables(eqn.invars)
+        if own.isdisjoint(operands):
+            continue
+        if eqn.primitive.name == "broadcast_in_dim":
+            return eqn
+        for inner in programs_of(eqn):
+            pairs = zip(eqn.invars, inner.invars, strict=False)
+            found = (_broadcast_of(w, inner) for x, w in pairs if not isinstance(x, Literal) and x in own)
+            if (use := next((one for one in found if one is not None), None)) is not None:
+                return use
+        own |= {out for out in eqn.outvars if out.aval.shape == v.aval.shape and own.issuperset(operands)}
+    return None
 
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:
