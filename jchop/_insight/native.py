@@ -38,6 +38,7 @@ from jchop.formats.rounding import Rounding
 _DTYPES = {
     as_spec(name).format: jnp.dtype(dtype) for name, dtype in (("bfloat16", "bfloat16"), ("binary16", "float16"))
 }
+_BINARY16 = as_spec("binary16")
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz")
 _MATMUL_DTYPES = {as_spec(name).format: jnp.dtype(name) for name in _FLOAT8} | _DTYPES
 #: The kinds of equations whose results in the carrier are rounded once.
@@ -61,8 +62,7 @@ def _keep(x: Array) -> Array:
 class _NativeRunner(EmulationRunner):
     """Emulated arithmetic, with roundings by conversions to dtypes where these give the same numbers.
 
-    A value is rounded and kept in the carrier, in which devices compute operations of 16 bits, too: XLA's CPU backend
-    would contract a product and a sum of float16.
+    A value is rounded and kept in the carrier, in which devices compute operations of 16 bits, too.
     """
 
     def parts(self, plan: ProgramPlan) -> Iterable[Any]:
@@ -96,8 +96,13 @@ class _NativeRunner(EmulationRunner):
 
 
 def _through_dtype(x: Any, dtype: Any) -> Array:
-    """A value rounded to a dtype, in its own dtype."""
+    """A value rounded to a dtype, in its own dtype.
+
+    To float16 by its bits: XLA's CPU backend would compute products and sums between such conversions as one.
+    """
     x = jnp.asarray(x)
+    if dtype == jnp.float16:
+        return round_value(x, spec=_BINARY16)
     return _keep(x.astype(dtype)).astype(x.dtype)
 
 
@@ -170,7 +175,8 @@ def native(low: Any, /, *args: Any, **kwargs: Any) -> Native:
 
     An operation in a format of a dtype is the device's own. Others stay emulated, and notes name them. Sums, products,
     quotients and square roots of two numbers have the bits of the emulation. XLA computes with more digits between
-    operations unless told otherwise, so each result has a `jax.lax.reduce_precision`. The patch has none. In bfloat16
+    operations unless told otherwise, so each result has a `jax.lax.reduce_precision`, and is rounded to float16 by its
+    bits. The patch has neither. In bfloat16
     it has these bits under ``XLA_FLAGS=--xla_allow_excess_precision=false``; in float16 XLA contracts products and sums
     on a CPU. Elementary functions and sums of many terms may differ in the last bit, and a device may read subnormal
     numbers as zero.
