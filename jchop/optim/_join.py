@@ -21,7 +21,7 @@ from jchop.formats import ScaledFormat
 from jchop.optim._leaves import is_float_leaf
 from jchop.optim._pack import is_packed_leaf, leaf_codes
 
-#: The elements of the fastest chunks; the fewest of an array that is cut unasked; the limit of a joined array.
+#: The elements of the fastest chunks; the fewest of an array that is cut; the limit of a joined array.
 _FASTEST_CHUNK, _FEWEST_CUT, _MOST_JOINED = 1 << 18, 1 << 20, 1 << 30
 
 
@@ -108,7 +108,7 @@ def _take_rows(array: Any, like: Any, start: Any, unit: int) -> Any:
     return jax.tree.structure(like).unflatten(own)
 
 
-def plan_joining(updates: Any, state: Any, params: Any, count: int | None) -> Joining | None:
+def plan_joining(updates: Any, state: Any, params: Any) -> Joining | None:
     """The leaves that are joined; None if there are none, or if a program may be for more than one CPU.
 
     Leaves are joined if they, their parameters and their leaves of the state have the same dtypes and formats, and
@@ -118,11 +118,12 @@ def plan_joining(updates: Any, state: Any, params: Any, count: int | None) -> Jo
         updates: a pytree of arrays.
         state: of the wrapped transformation.
         params: a pytree like the updates, or None.
-        count: of chunks. None: as many as are fastest.
     """
     leaves, like = jax.tree.flatten(updates)
+    if len(leaves) < 2 or not _is_for_one_cpu((updates, state, params)):
+        return None
     nodes, _ = _state_nodes(state, like)
-    if len(leaves) < 2 or any(map(is_packed_leaf, nodes)) or not _is_for_one_cpu((updates, state, params)):
+    if any(map(is_packed_leaf, nodes)):
         return None
     trees = [updates, *(node for node in nodes if _is_like(node, like))] + ([] if params is None else [params])
     found: dict[tuple[Any, ...], list[int]] = {}
@@ -141,7 +142,7 @@ def plan_joining(updates: Any, state: Any, params: Any, count: int | None) -> Jo
     if not any(units):
         return None
     size = max(sum(sizes[k] for k in group) for group, unit in zip(found.values(), units, strict=True) if unit)
-    count = count or (size // _FASTEST_CHUNK if size >= _FEWEST_CUT else 1)
+    count = size // _FASTEST_CHUNK if size >= _FEWEST_CUT else 1
     return Joining(like, tuple(map(tuple, found.values())), tuple(units), tuple(starts), count)
 
 

@@ -90,8 +90,11 @@ def _packed(
                 left_out = value is None and signature.parameters[name].default is None
                 if name in _HYPERPARAMETER_BOUNDS and not left_out:
                     check_number(name, value, 0, _HYPERPARAMETER_BOUNDS[name], schedule=name in _SCHEDULES)
-            elementwise = not whole and bound.arguments.get("mask") is None
-            return wrap(pack_state(optimizer(*bound.args, **bound.kwargs), rules, elementwise=elementwise, **packing))
+            may_join = not whole and bound.arguments.get("mask") is None
+            inner = optimizer(*bound.args, **bound.kwargs)
+            return wrap(
+                pack_state(inner, rules, None, chunks=packing.pop("chunks", None), may_join=may_join, **packing)
+            )
 
         preset.__name__ = preset.__qualname__ = described.__name__
         preset.__signature__ = signature  # type: ignore[attr-defined]

@@ -243,20 +243,16 @@ def quantize_state(
         >>> adam.mu["w"].qvalue.dtype, adam.nu["w"].qvalue.dtype, adam.mu["b"].dtype
         (dtype('uint8'), dtype(bfloat16), dtype('float32'))
     """
-    return pack_state(inner, spec, key, min_size=min_size, nonfinite=nonfinite, chunks=chunks)
+    return pack_state(inner, spec, key, min_size, nonfinite, chunks)
 
 
 def pack_state(
-    inner: optax.GradientTransformation,
-    spec: Any,
-    key: Array | None = None,
-    *,
-    min_size: int | None = None,
-    nonfinite: str = "skip",
-    chunks: int | None = None,
-    elementwise: bool = False,
+    inner: Any, spec: Any, key: Array | None, min_size: Any, nonfinite: Any, chunks: Any, *, may_join: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-    """`quantize_state`, with the promise that `inner` treats each number by itself; `chunks` promises it, too."""
+    """`quantize_state`; `may_join` promises that `inner` treats each number by itself.
+
+    Then arrays may be joined (`Joining`), which copies them. `chunks` are asked for to save memory, so not with them.
+    """
     check_choice("nonfinite", nonfinite, _NONFINITE_CHOICES)
     count = base.check_static_size("chunks", chunks, 1)
     least = base.check_static_size("min_size", min_size, MIN_PACKED_SIZE)
@@ -278,8 +274,8 @@ def pack_state(
         inner_state = state.inner_state
         leaves, structure = jax.tree_util.tree_flatten_with_path(inner_state, is_leaf=is_packed_leaf)
         packing.require_plan(state.skips, leaves, rules, least)
-        may_join = state.key is None and (elementwise or count > 1)
-        joining = plan_joining(updates, inner_state, params, chunks) if may_join else None
+        joins = may_join and chunks is None and state.key is None
+        joining = plan_joining(updates, inner_state, params) if joins else None
         operands, at_once = (updates, inner_state, params), count
         if joining is not None:
             operands = joining.join(updates), joining.join_state(inner_state), joining.join(params)

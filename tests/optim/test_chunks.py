@@ -15,6 +15,7 @@ import pytest
 from further import Further
 
 import jchop as jc
+from jchop.optim import _join
 from jchop.optim._join import plan_joining
 from jchop.optim._pack import is_packed_leaf
 from jchop.optim._state import plan_chunks
@@ -139,16 +140,15 @@ def joined_params(rng: np.random.Generator, dtype: Any = jnp.float32) -> dict[st
 PRESETS = ["adamw8bit", *(pytest.param(n, marks=pytest.mark.slow) for n in ("adamw_fp8", "adamw4bit", "lion8bit"))]
 
 
-@pytest.mark.parametrize("chunks", [None, 3])
+@pytest.mark.parametrize("chunk", [1 << 18, 13_000])
 @pytest.mark.parametrize("name", PRESETS)
 def test_joined_leaves_have_the_bits_of_single_ones(
-    name: str, chunks: int | None, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    name: str, chunk: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also under a step that is left out."""
-    make, params = (
-        lambda: getattr(jc.optim, name)(optax.linear_schedule(1e-2, 1e-3, 3), chunks=chunks),
-        joined_params(rng),
-    )
+    """Also under a step that is left out, and in chunks that do not divide the rows."""
+    make, params = lambda: getattr(jc.optim, name)(optax.linear_schedule(1e-2, 1e-3, 3)), joined_params(rng)
+    for name_of_limit in ("_FASTEST_CHUNK", "_FEWEST_CUT"):
+        monkeypatch.setattr(_join, name_of_limit, chunk)
     grads = [jax.tree.map(lambda p, k=k: jnp.sin(k * p), params) for k in (1, 2, 3)]
     grads[1]["b"] = grads[1]["b"].at[5, 0].set(jnp.nan)
     single = run(make(), params, grads)
@@ -171,6 +171,18 @@ def test_a_step_has_one_program_for_leaves_of_all_shapes(monkeypatch: pytest.Mon
     assert five - two < 3 * 200
 
 
+def test_chunks_save_the_memory_of_joined_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    params = [jax.ShapeDtypeStruct((64, 1024), jnp.float32)] * 4
+
+    def bytes_of(chunks: int | None) -> int:
+        tx = jc.optim.adamw8bit(1e-3, chunks=chunks)
+        lowered = jax.jit(tx.update).lower(params, jax.eval_shape(tx.init, params), params)
+        return lowered.compile().memory_analysis().temp_size_in_bytes  # type: ignore[union-attr]
+
+    assert 5 * bytes_of(8) < 4 * bytes_of(None)
+
+
 def test_leaves_of_one_kind_are_joined(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not if the state has packed arrays in a tree of another structure, as beside a mask."""
     monkeypatch.setattr(jax, "device_count", lambda: 1)
@@ -178,7 +190,7 @@ def test_leaves_of_one_kind_are_joined(rng: np.random.Generator, monkeypatch: py
 
     def plan(tx: Any, params: Any) -> None:
         state = jc.optim.quantize_state(tx, "dynamic8", min_size=64).init(params).inner_state
-        found.append(plan_joining(params, state, params, 2))
+        found.append(plan_joining(params, state, params))
 
     masked = optax.masked(optax.adam(1e-3), {name: name < "c" for name in "abcdefg"})
     for tx in (optax.adam(1e-3), masked):
