@@ -97,6 +97,7 @@ _AS_USERS = (
     "tests/_kernels/test_partitioned.py",
     "tests/math/test_contract.py",
     "tests/test_compile_cost.py",
+    "tests/test_hosts.py",
     "tests/_round/test_round_values.py",
 )
 
