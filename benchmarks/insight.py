@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -39,15 +40,16 @@ def block() -> Program:
     return run, (state, x)
 
 
-def tools(run: Callable[..., Any], args: tuple[Any, ...], spec: str) -> dict[str, Callable[[], Any]]:
-    """The calls, by name; those that are one program are jitted."""
+def programs(run: Callable[..., Any], args: tuple[Any, ...], spec: str) -> dict[str, Any]:
+    """The tools that are one program, compiled."""
+    low = jc.emulate(run, spec)
+    return {name: jax.jit(fun) for name, fun in {"plain": run, "emulate": low, "native": low.native(*args)}.items()}
+
+
+def runs(run: Callable[..., Any], args: tuple[Any, ...], spec: str) -> dict[str, Callable[[], Any]]:
+    """The tools that run operation by operation."""
     low, key = jc.emulate(run, spec), jax.random.key(0)
-    single = jax.jit(lambda *args: jc.emulate(run, spec)(*args))
-    native = jax.jit(low.native(*args))
     return {
-        "plain": lambda: jax.jit(run)(*args),
-        "emulate": lambda: single(*args),
-        "native": lambda: native(*args),
         "report": lambda: low.report(*args, trace_values=True),
         "ranges": lambda: low.ranges([args]),
         "blame": lambda: low.blame(*args),
@@ -63,10 +65,6 @@ def seconds_of(call: Callable[[], Any]) -> float:
     return time.process_time() - start
 
 
-def lines_of(run: Callable[..., Any], args: tuple[Any, ...]) -> int:
-    return len(str(jax.jit(run).lower(*args).compile().as_text()).splitlines())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", help="names of tools")
@@ -75,16 +73,16 @@ def main() -> None:
     print("| program | tool | first, s | second, s | ratio to plain | lines |")
     print("| --- | --- | ---: | ---: | ---: | ---: |")
     for name, (run, args) in {"block": block(), "Runge-Kutta": runge_kutta()}.items():
-        calls = tools(run, args, options.spec)
-        programs = {"plain": run, "emulate": jc.emulate(run, options.spec)}
-        programs["native"] = jc.emulate(run, options.spec).native(*args)
+        compiled = programs(run, args, options.spec)
+        calls = {tool: partial(fun, *args) for tool, fun in compiled.items()} | runs(run, args, options.spec)
         calls["plain"]()
         plain = float(np.median([seconds_of(calls["plain"]) for _ in range(20)]))
         for tool in options.only or calls:
             jax.clear_caches()
             first = seconds_of(calls[tool])
-            second = float(np.median([seconds_of(calls[tool]) for _ in range(20 if tool in programs else 1)]))
-            lines = f"{lines_of(programs[tool], args):,}" if tool in programs else ""
+            second = float(np.median([seconds_of(calls[tool]) for _ in range(20 if tool in compiled else 1)]))
+            text = str(compiled[tool].lower(*args).compile().as_text()) if tool in compiled else ""
+            lines = f"{len(text.splitlines()):,}" if text else ""
             print(f"| {name} | {tool} | {first:.2f} | {second:.4g} | {second / plain:,.1f} | {lines} |", flush=True)
 
 

@@ -275,12 +275,14 @@ _TIED_EMBEDDING, _TIED_HEAD = "embed_tokens", "lm_head"
 _MODEL_DTYPES = {name: jnp.dtype(name) for name in ("float16", "bfloat16", "float32")}
 #: One scale for all numbers that a program rounds to e4m3: keys and values, or inputs.
 _FLOAT8_SCHEME = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
-_E4M3 = "torch.float8_e4m3fn"
-_FLOAT4_SCHEME = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+_FLOAT4_SCHEME = {
+    **{"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16},
+    **{"dynamic": "local", "scale_dtype": "torch.float8_e4m3fn"},
+}
 #: How inputs are rounded, by the row of a weight and the end of the name of the scale of its inputs.
 _INPUT_SCHEMES = {
     ("float-quantized", "input_scale"): _FLOAT8_SCHEME,
-    ("nvfp4-pack-quantized", "input_global_scale"): _FLOAT4_SCHEME | {"dynamic": "local", "scale_dtype": _E4M3},
+    ("nvfp4-pack-quantized", "input_global_scale"): _FLOAT4_SCHEME,
 }
 #: An array of a model. Its leaves, and the tensors that are made of it, are of NumPy for files, else of JAX.
 ModelArray = QArray | np.ndarray | np.generic | jax.Array

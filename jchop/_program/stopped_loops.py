@@ -21,8 +21,10 @@ COMPARISONS: dict[str, tuple[str, Callable[..., Any]]] = {
     "ne": ("!=", operator.ne),
 }
 #: The cause of a stop: another turn would give the same bits.
-STUCK = "after {turns} turns, as its values no longer change and it would never end (a format with more digits, or a "
-STUCK += "larger step or tolerance, ends it; with max_turns= the results are the last values, else NaN)"
+STUCK = (
+    "after {turns} turns, as its values no longer change and it would never end (a format with more digits, or a "
+    "larger step or tolerance, ends it; with max_turns= the results are the last values, else NaN)"
+)
 #: The most pairs of numbers that are shown of one comparison.
 _MOST_PAIRS = 3
 

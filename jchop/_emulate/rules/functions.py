@@ -393,8 +393,9 @@ def _call_at(jaxpr: Any, place: int, function: NamedFunction) -> tuple[list[Any]
     if len(operands) != len(function.operands) or not _have_dtypes(operands, function.operands):
         return None
     first, originals, broadcasts, shapes = jaxpr.eqns[place], operands, [], [v.aval.shape for v in operands]
-    if any(True for _ in programs_of(first)):
-        aligned = _with_batch_axes(first, operands)
+    program = next(iter(programs_of(first)), None)
+    if program is not None:
+        aligned = _with_batch_axes(first, program, operands)
         if aligned is None:
             return None
         operands, broadcasts = aligned
@@ -438,13 +439,12 @@ def _have_dtypes(operands: Sequence[Any], names: Sequence[str]) -> bool:
     return True
 
 
-def _with_batch_axes(eqn: Any, operands: Sequence[Any]) -> tuple[list[Any], list[Any]] | None:
+def _with_batch_axes(eqn: Any, program: Any, operands: Sequence[Any]) -> tuple[list[Any], list[Any]] | None:
     """The operands of a call with the axes of its result, and the equations that broadcast them.
 
     Under `jax.vmap`, the program of the call adds axes to operands that have fewer. None if it does not show which.
     """
-    (program, *_), shape = programs_of(eqn), eqn.outvars[0].aval.shape
-    results, broadcasts = list(operands), []
+    shape, results, broadcasts = eqn.outvars[0].aval.shape, list(operands), []
     for i, v in enumerate(operands):
         if len(v.aval.shape) in (0, len(shape)):
             continue
@@ -521,7 +521,7 @@ def _are_made_by(eqns: Sequence[Any], function: NamedFunction) -> bool:
 
 @lru_cache(maxsize=64)
 def _code_of(function: NamedFunction) -> Any:
-    """The Python code of a function; a `jax.numpy.ufunc` has none, so it is that in which its equations are made."""
+    """The Python code of a function; a `jax.numpy.ufunc` has none, so it is the code that makes its equations."""
     python = function.function.func if isinstance(function.function, partial) else function.function
     if (code := getattr(inspect.unwrap(python), "__code__", None)) is not None:
         return code
