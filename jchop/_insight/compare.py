@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 import jax.core
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from jchop._emulate.emulate import EmulatedFunction
+    from jchop._insight.reports.lines import LinesComparison
 
 _UNSCALED_FORMATS = ("bfloat16", "binary16", "float8_e4m3fn:saturate", "float8_e5m2:saturate", "int8")
 _CHANNEL_FORMATS = ("int8(channel=0)", "float8_e4m3fn(channel=0)")
@@ -144,14 +145,22 @@ def _comparison_share_text(value: float) -> str:
     return f"{100 * value:.1f} %" if value >= 5e-4 else f"{value:.0e}"
 
 
-@call_hint("jchop.compare(x, ['float8_e4m3fn', 'int8'])")
+@overload
+def compare(
+    x: EmulatedFunction, formats: EmulatedFunction, *args: Any, key: jax.Array | None = None
+) -> LinesComparison: ...
+@overload
 def compare(
     x: Any,
-    formats: Iterable[SpecLike] | Spec | ElementFormat | ScaledFormat | EmulatedFunction | None = None,
-    *args: Any,
+    formats: Iterable[SpecLike] | Spec | ElementFormat | ScaledFormat | None = None,
+    *,
     key: jax.Array | None = None,
     scale: Literal["none", "fit"] = "none",
-) -> Any:
+) -> Comparison: ...
+@call_hint("jchop.compare(x, ['float8_e4m3fn', 'int8'])")
+def compare(
+    x: Any, formats: Any = None, *args: Any, key: jax.Array | None = None, scale: Literal["none", "fit"] = "none"
+) -> Comparison | LinesComparison:
     """Compares the errors of an array in several formats: signal-to-noise ratio, worst errors, losses, bits.
 
     ``compare(low_a, low_b, *args)`` compares two functions from `jchop.emulate` of the same arguments, by line of
