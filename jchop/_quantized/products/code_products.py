@@ -59,7 +59,7 @@ class ConvGeometry:
         padding: places before and after the image.
         image_gaps: the distance of neighbouring places of the image.
         kernel_gaps: of the kernel.
-        mirrored: whether the last place of the kernel falls on the first of a window.
+        flips_kernel: whether the last place of the kernel falls on the first of a window.
     """
 
     strides: tuple[int, ...]

@@ -32,8 +32,8 @@ class ParamUse:
         primitive: that takes it.
         source: file and line.
         view: how a product takes it, or a look-up.
-        is_intact: whether a product takes its numbers themselves, none of them computed with, along the sum in their
-            order.
+        reversed_axes: whose numbers a product takes in reverse order; None if it does not take the numbers themselves,
+            or along the sum in another order.
         cuts: the slices of it that were taken before.
         why: why it has no scales for this use; empty if it may have.
         axes: the parts of each axis of the value that is added to data.
@@ -46,10 +46,15 @@ class ParamUse:
     primitive: str
     source: str
     view: provenance.MatrixView | None = None
-    is_intact: bool = True
+    reversed_axes: frozenset[int] | None = frozenset()
     cuts: tuple[tuple[provenance.AxisFactors, Any, Any], ...] = ()
     why: str = ""
     axes: tuple[provenance.AxisFactors, ...] = ()
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether a product takes its numbers themselves, along the sum in their order."""
+        return self.reversed_axes == frozenset()
 
     @property
     def where(self) -> str:
@@ -201,7 +206,7 @@ class ProvenancePlanner(Planner):
                 biases = [o for o in facts[i].origins if o.bias_use and not _is_weight_matrix(o, layout, batch)]
                 opaque_uses += [o.bias_use for o in biases]
                 uses.append(tuple(
-                    use(o.leaf, view=_view_of(o, layout), is_intact=_keeps_order_along(o, matter, shape), cuts=o.cuts)
+                    use(o.leaf, view=_view_of(o, layout), reversed_axes=_reversals(o, matter, shape), cuts=o.cuts)
                     for o in facts[i].origins if o not in biases
                 ))  # fmt: skip
             return replace(
@@ -301,14 +306,14 @@ def _axis_slices(
     return [(parts, start, short) for parts, start, n, short in both if parts and n != short]
 
 
-def _keeps_order_along(origin: provenance.ParamOrigin, axes: Sequence[int], shape: Sequence[int]) -> bool:
-    """Whether a value has the parameter's numbers themselves, along some axes in their order.
+def _reversals(origin: provenance.ParamOrigin, axes: Sequence[int], shape: Sequence[int]) -> frozenset[int] | None:
+    """The axes whose numbers are reversed; None if it has other numbers, or, along some axes, another order.
 
     An axis that was cut and is as long as before was joined of pieces, perhaps in another order.
     """
     whole = [origin.axes[i] for i in axes if math.prod(part.size for part in origin.axes[i]) == shape[i]]
     pairs = [(part, one) for parts in whole for part in parts for cut, *_ in origin.cuts for one in cut]
-    return origin.is_intact and not any(_lies_within(a, (b,)) or _lies_within(b, (a,)) for a, b in pairs)
+    return None if any(_lies_within(a, (b,)) or _lies_within(b, (a,)) for a, b in pairs) else origin.reversed_axes
 
 
 def _lies_within(part: provenance.AxisFactor, parts: provenance.AxisFactors) -> bool:
