@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -44,6 +45,7 @@ from jchop._core.scaled.elements import (
     load_scales,
     narrow_16_bit,
     put_nan,
+    scale_magnitude,
     store_scales,
     tensor_scale,
 )
@@ -241,11 +243,13 @@ class _GroupScales:
         scales: the scales of the groups.
         zero: their zero points, if the format has any.
         store: returns both in their stored form; a program that only rounds does not call it.
+        codes: the elements, if they were found under other scales than the ones that multiply them.
     """
 
     scales: BlockScales
     zero: Array | None
     store: Callable[[], tuple[ScaleArrays, Array | None]]
+    codes: Array | None = None
 
 
 # -- bodies ------------------------------------------------------------------------------------------------------------
@@ -269,10 +273,13 @@ def round_body(
     """
     plan = plan_to_encode(x, plan, backend)
     groups = _groups_of_plan(x.shape, plan)
-    group_scales = _fit_groups(x, _view_of_groups(x, groups, plan), groups, plan)
+    words = partial(_words_of_groups, x, seeds_and_starts, groups, place)
+    group_scales = _fit_groups(x, _view_of_groups(x, groups, plan), groups, plan, words)
 
     def run(plan: ScaledPlan) -> Array:
-        view, word = _view_of_groups(x, groups, plan), _words_of_groups(x, seeds_and_starts, groups, place)
+        if group_scales.codes is not None:
+            return groups.back(decode_groups(group_scales.codes, group_scales.scales, plan_to_decode(plan, backend)))
+        view, word = _view_of_groups(x, groups, plan), words()
         return groups.back(round_groups(view, group_scales.scales, plan, word, group_scales.zero))
 
     return branch_on_range(run, x, group_scales.scales, plan, group_scales.zero)
@@ -303,14 +310,17 @@ def quantize_body(
     if given:
         group_scales = _load_groups(arrays[:given], groups, plan)
     else:
-        group_scales = _fit_groups(x, _view_of_groups(x, groups, plan), groups, plan, stores=True)
+        words = partial(_words_of_groups, x, arrays, groups, place)
+        group_scales = _fit_groups(x, _view_of_groups(x, groups, plan), groups, plan, words, stores=True)
     scale_arrays = flatten_scales(*group_scales.store())
     if as_dtype is None:
         return scale_arrays
 
     def run(plan: ScaledPlan) -> Array:
         view, word = _view_of_groups(x, groups, plan), _words_of_groups(x, arrays[given:], groups, place)
-        codes = encode_groups(view, group_scales.scales, plan, word, group_scales.zero)
+        codes = group_scales.codes
+        if codes is None:
+            codes = encode_groups(view, group_scales.scales, plan, word, group_scales.zero)
         return lax.bitcast_convert_type(_pack_view(codes, groups, plan.fmt.bits), as_dtype)
 
     return branch_on_range(run, x, group_scales.scales, plan, group_scales.zero), *scale_arrays
@@ -331,7 +341,7 @@ def overflow_body(x: Array, *seeds_and_starts: Array, plan: ScaledPlan, place: S
     """Whether the rounded x / s + z is beyond the ends of the element format; NaN counts as inside."""
     groups = _groups_of_plan(x.shape, plan)
     view, word = _view_of_groups(x, groups, plan), _words_of_groups(x, seeds_and_starts, groups, place)
-    group_scales = _fit_groups(x, view, groups, plan)
+    group_scales = _fit_groups(x, view, groups, replace(plan, corrected=None))
     if group_scales.zero is not None:
         return groups.back(
             zero_points.is_beyond_ends(
@@ -388,12 +398,19 @@ def _unpack_view(code_bytes: Array, groups: Groups, bits: int) -> Array:
 # -- scales ------------------------------------------------------------------------------------------------------------
 
 
-def _fit_groups(x: Array, view: Array, groups: Groups, plan: ScaledPlan, stores: bool = False) -> _GroupScales:
+def _fit_groups(
+    x: Array,
+    view: Array,
+    groups: Groups,
+    plan: ScaledPlan,
+    words: Callable[[], Array | None] = lambda: None,
+    stores: bool = False,
+) -> _GroupScales:
     """Scales and zero points of the groups of `x`, computed once for each group.
 
     Otherwise a compiler may compute them again for every element, or take minutes to compile the fused program. They
-    are also materialized before they are stored, so that both uses share one computation. `stores` as in
-    `choose_scales`.
+    are also materialized before they are stored, so that both uses share one computation. `words` gives the random
+    words of the view. `stores` as in `choose_scales`.
     """
     fmt, zero = plan.fmt, None
     whole = tensor_scale(elements.widen_16_bit(x, plan.carrier), plan) if plan.rule.tensor_scale else None
@@ -408,7 +425,14 @@ def _fit_groups(x: Array, view: Array, groups: Groups, plan: ScaledPlan, stores:
         scales = BlockScales(groups.expand(fit_levels(groups.squeeze(largest), plan)))
     else:
         scales = choose_scales(view, groups.axes, plan, tensor, stores)
-    scales, zero = materialize_scales(scales, plan), plan.backend.per_group(zero)
+    scales, zero, codes = materialize_scales(scales, plan), plan.backend.per_group(zero), None
+    if plan.corrected is not None:
+        codes = encode_groups(view, scales, plan, None)
+        plan = plan_to_decode(plan, plan.backend)
+        scales = BlockScales(scale_magnitude(scales, plan), None, scales.tensor)
+        rounded = decode_groups(codes, scales, replace(plan, carrier=plan.compute))
+        scales = fitting.correct_scales(view, rounded, groups.axes, scales, plan, words())
+        scales = materialize_scales(scales, plan)
 
     def scale_arrays() -> ScaleArrays:
         own = groups.squeeze(store_scales(scales, plan))
@@ -421,7 +445,7 @@ def _fit_groups(x: Array, view: Array, groups: Groups, plan: ScaledPlan, stores:
         return zero_points.store_zero_points(zeros, plan) if fmt.zero_point == "float" else zeros
 
     if plan.of_scales is None:
-        return _GroupScales(scales, zero, lambda: plan.backend.per_group((scale_arrays(), zero_array())))
+        return _GroupScales(scales, zero, lambda: plan.backend.per_group((scale_arrays(), zero_array())), codes)
     parts = lax.optimization_barrier(_quantize_scales(lax.optimization_barrier(scale_arrays()), plan.of_scales))
     return _GroupScales(
         materialize_scales(_load_block_scales(parts, groups, plan), plan),

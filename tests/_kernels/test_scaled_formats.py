@@ -190,6 +190,12 @@ SOME = [
     ("uint8(group=(2,3),zero_point=float)", (7, 3, 4), "float64"),
     ("int2(group=6,zero_point=float,scale=e4m3fn):stochastic", (20, 12), "float32"),
     ("nf4(group=4,scale=uint8(group=3,zero_point=float))", (5, 22), "float32"),
+    (
+        "float4_e2m1fn(group=4,scale=float8_e4m3fn(group=all))",
+        (6, 20),
+        "float32",
+    ),  # scales of blocks under one of a row
+    ("int8(group=all,scale=float8_e4m3fn(group=tensor))", (9, 12), "float32"),  # by row and tensor
     ("nf4(group=8)", (6, 20), "float32"),
     ("nf4(group=4,scale=int8(group=3))", (5, 22), "float32"),
     ("dynamic4(channel=0,scale=dynamic8(group=4,axis=0))", (10, 4), "bfloat16"),
@@ -407,6 +413,59 @@ def test_four_over_six_takes_the_smaller_exact_error():
     back = np.asarray(dequantize_scaled(codes, (scales, tensor), None, spec=spec, shape=x.shape, dtype="float32"))
     error = (back.astype(np.float64) - x) ** 2
     assert abs(10 * np.log10((x.astype(np.float64) ** 2).sum() / error.sum()) - 21.221) < 0.001
+
+
+def eden(row: np.ndarray, whole: Fraction, blocks: Blocks) -> tuple[list[list[Fraction]], list[Fraction]]:
+    """The elements of blocks of 16, and the scales that multiply them, not rounded yet (arXiv 2601.22813)."""
+    elements, scales = [], []
+    for values in map(values_of, row.reshape(-1, 16)):
+        scale = oracle_scaled.scale_of(values, blocks, whole)
+        assert isinstance(scale, Fraction)
+        e: Any = [oracle_scaled.element_of(v, scale * whole, blocks) for v in values]
+        pairs = list(zip(oracle_scaled.finite(values), oracle_scaled.finite(e), strict=True))
+        elements.append(e)
+        shared = sum(x * y * scale * whole for x, y in pairs)
+        scales.append(scale * sum(x * x for x, _ in pairs) / shared if shared else scale)
+    return elements, scales
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_eden_moves_the_draws_from_elements_to_scales(dtype: str) -> None:
+    """Elements to nearest, scales to a neighbour of the exact corrected one, right on average; half the error."""
+    x = jnp.asarray(np.random.default_rng(3).standard_normal((256, 128)), dtype)
+    x = x.at[0, :16].set(0).at[0, 16].set(7e-4 if dtype == "float32" else 0)
+    near, spec = jc.Spec("nvfp4(rule=eden)"), jc.Spec("nvfp4(rule=eden):stochastic")
+    blocks = scheme_of(near).blocks
+    assert spec.scaled is not None and isinstance(spec.scaled.scale, jc.formats.FloatFormat)
+    largest = Fraction(float(jnp.abs(x).max()))
+    whole = oracle_scaled.tensor_scale([largest], blocks)
+    elements, asked = eden(np.asarray(x[0]), whole, blocks)
+
+    def drawn(key: Any) -> Any:
+        codes, (scales, tensor), _ = quantize_scaled(x, *seed_words(key), spec=spec)
+        return unpack_codes(codes[0], 4, 128), scales[0], tensor
+
+    codes, scales, tensor = jax.tree.map(np.asarray, jax.jit(jax.vmap(drawn))(jax.random.split(jax.random.key(0), 256)))
+    assert {Fraction(float(t)) for t in tensor} == {whole}
+    assert [value_of(v) for v in jc.formats.float4_e2m1fn.decode(codes[0])] == [e for block in elements for e in block]
+    assert (codes == codes[0]).all()
+    nearest = spec.scaled.scale.decode(np.asarray(quantize_scaled(x, spec=near)[1][0])[0])
+    drawn_scales = spec.scaled.scale.decode(scales)
+    for i, want in enumerate(map(float, asked)):
+        step = 2.0 ** (np.floor(np.log2(want)) - 3)
+        low = np.floor(want / step) * step
+        assert set(drawn_scales[:, i]) <= ({low, low + step} if want != low else {want}), i
+        assert abs(drawn_scales[:, i].mean() - want) < 4.5 * step / 32, i  # 256 draws of half a step at most
+        assert abs(nearest[i] - want) <= step / 2 * (1 + 1e-5), i
+    key = jax.random.key(1)
+
+    def error(text: str) -> float:
+        wide = np.asarray(x, np.float64)
+        return float(((np.asarray(jc.round_to_format(x, text, key), np.float64) - wide) ** 2).mean())
+
+    assert error("nvfp4(rule=eden):stochastic") < 0.5 * error("nvfp4:stochastic")
+    q = jc.quantize(x, spec, key)
+    np.testing.assert_array_equal(np.asarray(jc.dequantize(q)), np.asarray(jc.round_to_format(x, spec, key)))
 
 
 # -- shapes, and what is refused ---------------------------------------------------------------------------------------

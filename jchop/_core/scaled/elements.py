@@ -58,7 +58,7 @@ from jchop._core.xla.sizes import if_static
 from jchop._spec.spec import Gradient, Spec
 from jchop.formats import CodebookFormat, ElementFormat, FloatFormat, ScaledFormat
 from jchop.formats._catalogue import binary16, binary32
-from jchop.formats.rounding import Overflow
+from jchop.formats.rounding import Overflow, Rounding
 from jchop.formats.scaled.scale_rules import ScaleRule
 
 # == scales ============================================================================================================
@@ -89,6 +89,7 @@ class ScaledPlan:
         element: the format of the elements, and their rounding.
         carrier: the carrier of the numbers.
         of_scales: the plan of the scales if they are quantized again.
+        corrected: the rounding of corrected scales, under the rule "eden"; None for another rule.
         backend: the kind of the program.
         encoding: the fastest exact way to the elements of a group; "exact" is the way of tiles (`elements`).
         decoding: the fastest exact way to the numbers of codes.
@@ -103,6 +104,7 @@ class ScaledPlan:
     element: Spec
     carrier: Carrier
     of_scales: ScaledPlan | None = None
+    corrected: Spec | None = None
     backend: Backend = PORTABLE
     encoding: Encoding = "exact"
     decoding: Decoding = "exact"
@@ -184,6 +186,10 @@ def make_scaled_plan(spec: Spec, carrier: Carrier) -> ScaledPlan:
     again = spec.scaled.scale
     of_scales = make_scaled_plan(Spec(again), FLOAT32) if isinstance(again, ScaledFormat) else None
     plan = ScaledPlan(spec.scaled, replace(spec, format=spec.element, gradient=Gradient()), carrier, of_scales)
+    if plan.rule.fit == "eden":
+        corrected = replace(plan.element, format=plan.scale, overflow=Overflow.SATURATE, flush=False)
+        nearest = replace(plan.element, rounding=Rounding.NEAREST_EVEN, random_bits=None)
+        plan = replace(plan, element=nearest, corrected=corrected)
     compute, element, scale = plan.compute, plan.element, Spec(plan.scale, overflow=Overflow.SATURATE)
     require_carrier(element, compute)
     if not _is_within_reach(element.format, compute):

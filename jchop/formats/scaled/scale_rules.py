@@ -57,7 +57,8 @@ class ScaleRule:
         top: of a scale format, the scale of the group with the largest number if the tensor has a scale too.
         fit: which numbers of a group count. With "ends" its ends alone, with "range" the range of all x for a zero
             point, with "percentile" a percentile. The others use all numbers: least "squares" of many scales or of
-            "either" divisor's scales, their "power" (the mean of their squares), or its "root". With "levels" the ends
+            "either" divisor's scales, their "power" (the mean of their squares), or its "root". With "eden" the scale
+            of the ends is corrected by all numbers. With "levels" the ends
             of groups within groups count, one for each time that the scales are quantized again.
         percentile: the q of "percentile".
         fill: the number that fills up the last block of an axis: 0, or NaN for a rule that counts numbers.
@@ -72,7 +73,7 @@ class ScaleRule:
     tensor_scale: bool = False
     constant: Callable[[ElementFormat], float] | None = None
     top: Callable[[FloatFormat], Fraction] = lambda scale: Fraction(scale.max)
-    fit: Literal["ends", "range", "percentile", "squares", "either", "power", "root", "levels"] = "ends"
+    fit: Literal["ends", "range", "percentile", "squares", "either", "power", "root", "eden", "levels"] = "ends"
     percentile: Fraction | None = None
     fill: float = 0.0
     takes: Callable[[ElementFormat], bool] = lambda element: True
@@ -153,6 +154,15 @@ SCALE_RULES: Mapping[str, ScaleRule] = MappingProxyType(
                 fit="either",
                 takes=lambda element: element.code_of(exact_number(Fraction(element.max) * 2 / 3)) is not None,
                 needs="two thirds of its largest value",
+            ),
+            ScaleRule(
+                "eden",
+                "as two_level for the elements, which are rounded to nearest; they are multiplied by that times c, c "
+                "being sum(x^2) / sum(x y) with y the elements times that, summed in binary32; the spec's rounding is "
+                "of this product; the largest scale of elements is a power of two, to leave room",
+                tensor_scale=True,
+                top=lambda scale: Fraction(2) ** scale.emax,
+                fit="eden",
             ),
             ScaleRule(
                 "levels",
