@@ -54,7 +54,7 @@ from jchop._core.scaled.groups import Groups
 from jchop._core.xla.backend import PORTABLE, Backend
 from jchop._core.xla.sizes import if_static
 from jchop._spec.spec import Spec
-from jchop.formats import IntegerFormat, ScaledFormat
+from jchop.formats import CodebookFormat, IntegerFormat, ScaledFormat
 
 # == which way =========================================================================================================
 
@@ -69,7 +69,7 @@ def plan_to_encode(x: Array, plan: ScaledPlan, backend: Backend) -> ScaledPlan:
     plan = plan_to_decode(plan, backend)
     encoding = next((way for way, supports in _ENCODINGS.items() if supports(plan)), "exact")
     few = if_static(lambda: x.size <= MOST_IN_FLOAT64[plan.is_power])
-    float64 = backend.float64 and (few or encoding == "exact")
+    float64 = backend.float64 and (few or encoding == "exact") and plan.second is None
     of_elements = float64 and grid_elements.supports_float64_encode(plan)
     # Float32 products may be rounded once more, to the plan's carrier, if they are exact.
     of_numbers = of_elements and (plan.carrier is plan.compute or plan.decoding in ("integers", "floats"))
@@ -101,7 +101,16 @@ def materialize_scales(scales: BlockScales, plan: ScaledPlan) -> BlockScales:
     """Scales, computed once for each group."""
     if plan.float64_numbers:
         return grid_elements.materialize_scale_pairs(scales, plan)
-    return BlockScales(*plan.backend.per_group((scales.value, scales.nan, scales.tensor)))
+    parts = plan.backend.per_group((scales.value, scales.nan, scales.tensor, scales.second))
+    return BlockScales(*parts[:3], second=parts[3])
+
+
+def _by_levels(run: Callable[[BlockScales, ScaledPlan], Array], scales: BlockScales, plan: ScaledPlan) -> Array:
+    """The results of a function of scales and plan; each group has one of its two levels, if the rule has two."""
+    if scales.second is None or plan.second is None:
+        return run(scales, plan)
+    alone = replace(scales, second=None)
+    return jnp.where(scales.second, run(alone, plan.second), run(alone, plan))
 
 
 def branch_on_range(
@@ -130,6 +139,8 @@ def encode_groups(
     x: Array, scales: BlockScales, plan: ScaledPlan, word: Array | None, zero: Array | None = None
 ) -> Array:
     """The codes of the quotients x / s, with zero points if there are any, rounded once to the element format."""
+    if scales.second is not None:
+        return _by_levels(lambda scales, plan: _to_codes(encode_groups(x, scales, plan, word), plan), scales, plan)
     if plan.float64_elements and not _is_number(zero):
         return grid_elements.encode_in_float64(x, scales, plan, word, zero)
     if zero is not None:
@@ -150,6 +161,8 @@ def round_groups(
     x: Array, scales: BlockScales, plan: ScaledPlan, word: Array | None, zero: Array | None = None
 ) -> Array:
     """The numbers of the codes of `encode_groups`."""
+    if scales.second is not None:
+        return _by_levels(lambda scales, plan: round_groups(x, scales, plan, word), scales, plan)
     if plan.float64_numbers and not _is_number(zero):
         return _narrow_products(grid_elements.round_in_float64(x, scales, plan, word, zero), scales, plan)
     if zero is not None:
@@ -168,6 +181,8 @@ def round_groups(
 
 def decode_groups(codes: Array, scales: BlockScales, plan: ScaledPlan, zero: Array | None = None) -> Array:
     """The numbers of codes."""
+    if scales.second is not None:
+        return _by_levels(lambda scales, plan: decode_groups(_from_codes(codes, plan), scales, plan), scales, plan)
     if zero is not None:
         counts, _ = grid_elements.decode_integers(codes, plan)
         return _subtract_zero_points(counts.astype(plan.compute.work), scales, zero, plan)
@@ -185,6 +200,18 @@ def decode_groups(codes: Array, scales: BlockScales, plan: ScaledPlan, zero: Arr
             products = elements.multiply_by_scales(levels, scales, plan)
             return codebook_elements.pick_product(codes, plan.backend.per_group(products))
     return elements.multiply_by_scales(decode_elements(codes, plan.element.format, plan.compute), scales, plan)
+
+
+def _to_codes(indexes: Array, plan: ScaledPlan) -> Array:
+    """Codes of levels; the other levels of a rule are integers in two's complement."""
+    fmt = plan.element.format
+    return indexes if not isinstance(fmt, CodebookFormat) else (indexes - len(fmt.levels) // 2) & ((1 << fmt.bits) - 1)
+
+
+def _from_codes(codes: Array, plan: ScaledPlan) -> Array:
+    """The inverse of `_to_codes`."""
+    fmt = plan.element.format
+    return codes if not isinstance(fmt, CodebookFormat) else (codes + len(fmt.levels) // 2) & ((1 << fmt.bits) - 1)
 
 
 def _is_number(zero: Array | None) -> bool:
@@ -348,7 +375,8 @@ def overflow_body(x: Array, *seeds_and_starts: Array, plan: ScaledPlan, place: S
                 view, zero_points.round_with_zero_points(view, group_scales.scales, group_scales.zero, plan, word), plan
             )
         )
-    return groups.back(elements.quotient_overflow_mask(view, group_scales.scales, plan, word))
+    overflows = partial(elements.quotient_overflow_mask, view, word=word)
+    return groups.back(_by_levels(overflows, group_scales.scales, plan))
 
 
 def flatten_scales(scale: ScaleArrays, zero: Array | None) -> tuple[Array, ...]:

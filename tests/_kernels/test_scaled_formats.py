@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -413,6 +414,65 @@ def test_four_over_six_takes_the_smaller_exact_error():
     back = np.asarray(dequantize_scaled(codes, (scales, tensor), None, spec=spec, shape=x.shape, dtype="float32"))
     error = (back.astype(np.float64) - x) ** 2
     assert abs(10 * np.log10((x.astype(np.float64) ** 2).sum() / error.sum()) - 21.221) < 0.001
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype"),
+    [
+        ("nvfp4(rule=int_or_float)", "float32"),
+        pytest.param("nvfp4(axis=0,rule=int_or_float):stochastic", "bfloat16", marks=pytest.mark.slow),
+        pytest.param(
+            "float6_e3m2fn(group=16,scale=float8_e4m3fn,rule=int_or_float)", "float64", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_each_group_has_the_levels_with_the_smaller_exact_error(text: str, dtype: str) -> None:
+    """IF4 (arXiv 2603.28765): scales with their signs, codes and numbers, as exact sums of squares choose."""
+    spec, rng = jc.Spec(text), np.random.default_rng(5)
+    rows = rng.standard_normal((24, 16)) * rng.uniform(0.01, 1, (24, 1)) ** 2
+    rows[::3] = rng.uniform(-1, 1, (8, 16))
+    rows[1], rows[2, :3] = 0, (np.inf, np.nan, -0.0)
+    x = rows.astype(cases.DTYPES[dtype])
+    x = x.T if "axis=0" in text else x
+    fmt, blocks = spec.scaled, scheme_of(spec).blocks
+    assert fmt is not None and isinstance(fmt.scale, jc.formats.FloatFormat)
+    seeds, n, draws = drawn(spec, x)
+    got = every_way(x, spec, seeds)
+    codes, numbers = (v.T if "axis=0" in text else v for v in (got["codes"], got["rounded"]))
+    stored, tensor = got["stored"][1]
+    scales = fmt.scale.decode(stored).ravel()
+    order = np.array(draws, object).reshape(x.shape)
+    order = order.T if "axis=0" in text else order
+    most = (1 << (fmt.bits - 1)) - 1
+    levels = [np.float32(i * fmt.element.max / most) for i in range(-most, most + 1)]
+    others = replace(blocks, element=oracle.codebook([float(v) for v in levels]))
+    whole = oracle_scaled.tensor_scale(values_of(x.ravel()), blocks)
+    assert whole == Fraction(float(tensor))
+    seen = set()
+    for row, values in enumerate(map(values_of, x.T if "axis=0" in text else x)):
+        scale = oracle_scaled.scale_of(values, blocks, whole)
+        assert isinstance(scale, Fraction) and abs(scales[row]) == scale
+        errors = [oracle_scaled.squares(oracle_scaled.finite(values), scale * whole, each) for each in (blocks, others)]
+        second = errors[1] < errors[0]
+        assert np.signbit(scales[row]) == second, (row, list(map(float, errors)))
+        seen.add(second)
+        for i, v in enumerate(values):
+            e = oracle_scaled.element_of(v, scale * whole, others if second else blocks, n, order[row, i])
+            want = oracle.to_bits(oracle_scaled.back(e, scale * whole, CARRIERS[dtype]), CARRIERS[dtype])
+            assert cases.bits(numbers[row : row + 1, i])[0] == want, (row, i)
+            code = codes[row, i]
+            if second:
+                signed = int(code) - (1 << fmt.bits) * (code > most)
+                assert Fraction(float(levels[signed + most])) == e, (row, i)
+            else:
+                assert value_of(fmt.element.decode(codes[row : row + 1, i])[0]) == e
+    assert seen == {False, True}
+    np.testing.assert_array_equal(cases.bits(got["dequantized"]), cases.bits(got["rounded"]))
+    assert fmt.bits_per_element() == fmt.bits + 0.5
+    with pytest.raises(ValueError, match="levels of two formats"):
+        jc.encode_checkpoint(
+            {"w.weight": jc.quantize(jnp.ones((16, 16)), "nvfp4(rule=int_or_float)")}, "compressed-tensors"
+        )
 
 
 def eden(row: np.ndarray, whole: Fraction, blocks: Blocks) -> tuple[list[list[Fraction]], list[Fraction]]:

@@ -139,6 +139,14 @@ class ScaledPlan:
         return self.rule.divisors(self.element.format)
 
     @cached_property
+    def second(self) -> ScaledPlan | None:
+        """The plan of groups with the rule's other levels."""
+        if self.rule.second is None:
+            return None
+        element = replace(self.element, format=self.rule.second(self.element.format), flush=False)
+        return replace(self, element=element, encoding="exact", decoding="exact")
+
+    @cached_property
     def is_power(self) -> bool:
         """Whether every scale is a power of two."""
         return not self.rule.tensor_scale and (self.rule.gives_powers or not self.scale.frac_bits)
@@ -264,12 +272,14 @@ class BlockScales:
         nan: whether each scale is NaN instead; None: none is.
         tensor: magnitude bits of the tensor's scale, if the rule has one; then the scales are the products of both.
         pair: float64 divisors of the elements, and their inverses, computed once for each group, if there are any.
+        second: whether each group has the rule's other levels; None: none has.
     """
 
     value: Array
     nan: Array | None = None
     tensor: Array | None = None
     pair: tuple[Array, Array] | None = None
+    second: Array | None = None
 
 
 def are_in_safe_range(scales: BlockScales, plan: ScaledPlan) -> Array:
@@ -517,7 +527,10 @@ def store_scales(scales: BlockScales, plan: ScaledPlan) -> Array:
         return codes.astype(fmt.code_dtype)
     bits = scale_magnitude(scales, plan)
     bits = bits if scales.nan is None else bit_ops.lax_where(scales.nan, compute.nan, bits)
-    codes = encode_elements(number_of_magnitude(bits, compute), fmt, compute)
+    numbers = number_of_magnitude(bits, compute)
+    codes = encode_elements(
+        numbers if scales.second is None else bit_ops.lax_where(scales.second, -numbers, numbers), fmt, compute
+    )
     return lax.bitcast_convert_type(codes, scale_dtype(plan.scale)) if fmt in _SCALE_NUMBER_DTYPES else codes
 
 
@@ -525,12 +538,16 @@ def load_scales(array: Array, plan: ScaledPlan, tensor: Array | None = None) -> 
     """The inverse of `store_scales`; `tensor` as for `choose_scales`."""
     compute, fmt = plan.compute, plan.scale
     codes = lax.bitcast_convert_type(array, fmt.code_dtype) if fmt in _SCALE_NUMBER_DTYPES else array
+    second = None
+    if plan.second is not None:
+        sign = 1 << (fmt.bits - 1)
+        second, codes = codes >= sign, codes & (sign - 1)
     bits = decode_magnitude(codes, fmt, compute)
     if tensor is not None:  # one number stays one, which would else be in memory for every block
         tensor = tensor_scale_bits(tensor, bits.shape if tensor.ndim else (1,) * bits.ndim, plan)
     nan = bits >= compute.inf if fmt.has_nan or fmt.has_inf else None
     bits = bits if nan is None else bit_ops.lax_where(nan, plan.scale_bits[1], bits)
-    return BlockScales(_exponents_of_bits(bits, compute) if plan.is_power else bits, nan, tensor)
+    return BlockScales(_exponents_of_bits(bits, compute) if plan.is_power else bits, nan, tensor, None, second)
 
 
 def scale_magnitude(scales: BlockScales, plan: ScaledPlan) -> Array:

@@ -105,7 +105,7 @@ def fit_squares(x: Array, axes: tuple[int, ...], plan: ScaledPlan, tensor: Array
 
 
 def fit_either(x: Array, axes: tuple[int, ...], plan: ScaledPlan, tensor: Array | None = None) -> BlockScales:
-    """The scale of the rule's first divisor, or of its second one if that has the smaller sum of squared errors.
+    """The scale of the rule's first divisor, or of its second one, or levels, if the sum of squared errors is smaller.
 
     Args:
         x: as for `fit_squares`.
@@ -119,7 +119,11 @@ def fit_either(x: Array, axes: tuple[int, ...], plan: ScaledPlan, tensor: Array 
     candidates = [
         BlockScales(round_scales((largest,), whole, plan, (divisor,))[0], None, whole) for divisor in plan.divisors
     ]
-    first, second = map(_make_squared_error(x, axes, largest, plan), candidates)
+    error_of = _make_squared_error(x, axes, largest, plan)
+    if plan.second is not None:
+        error_of_second = _make_squared_error(x, axes, largest, plan.second)
+        return replace(candidates[0], second=error_of_second(candidates[0]) < error_of(candidates[0]))
+    first, second = map(error_of, candidates)
     return replace(candidates[0], value=bit_ops.lax_where(second < first, candidates[1].value, candidates[0].value))
 
 
