@@ -270,9 +270,10 @@ class Rule(FieldsRepr):
     @property
     def stochastic(self) -> bool:
         """Whether any rounding draws random bits."""
-        return any(is_stochastic(getattr(self, name)) for name in SPEC_FIELDS) or (
-            self.matmul is not None and self.matmul.stochastic
+        draws = (self.matmul is not None and self.matmul.stochastic) or (
+            self.rotation is not None and self.rotation.draws
         )
+        return draws or any(is_stochastic(getattr(self, name)) for name in SPEC_FIELDS)
 
     def __str__(self) -> str:
         fields = []
