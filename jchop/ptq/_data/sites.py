@@ -173,6 +173,8 @@ def find_sites(program: Any) -> WeightSites:
                 index_counts.setdefault(use.leaf, []).append(len(indexes))
     sites.stacks = {leaf: program.shapes[leaf][: counts[0]] for leaf, counts in index_counts.items() if all(counts)}
     interpret(_SiteWalk(program, first_views, sites, walk.operands), program.plan, None, [None] * argument_count)
+    calls = ((step, use) for step in program.plan.walk() if step.call for use in step.param_uses if use.view)
+    sites.reasons |= {use.leaf: f"{step.name} has sums of its own" for step, use in calls}
     for leaf in set(sites.reasons) & set(sites.by_leaf):
         del sites.reasons[leaf]
     for step in program.plan.walk():
