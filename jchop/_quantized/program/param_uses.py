@@ -352,7 +352,7 @@ def _declared_call(result: ProductStep, call: str, axes: Sequence[int | None]) -
         layouts.append(layout := OperandLayout(tuple(provenance.other_axes([axis], ndim)), (axis,)))
         use = partial(ParamUse, kind="product", primitive=call, source=result.source)
         uses.append(tuple(
-            use(o.leaf, view=_view_of(o, layout), is_intact=_keeps_order_along(o, (axis,), shapes[i]), cuts=o.cuts)
+            use(o.leaf, view=_view_of(o, layout), reversed_axes=_reversals(o, (axis,), shapes[i]), cuts=o.cuts)
             for o in fact.origins
         ))  # fmt: skip
     return replace(
