@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton as plt
 
 #: A shape and a dtype.
-_Result = tuple[tuple[int, ...], Any]
+ArrayType = tuple[tuple[int, ...], Any]
 
 #: The block of a row of words that a TPU's kernel reads one by one. An axis of vmap would break the tiling of a vector.
 SCALARS = pl.BlockSpec(memory_space=pltpu.SMEM)
@@ -52,10 +52,10 @@ def call_on_tpu(
     kernel: Callable[..., None],
     grid: TpuGrid,
     inputs: Sequence[tuple[Array, pl.BlockSpec]],
-    outputs: Sequence[tuple[_Result, pl.BlockSpec]],
+    outputs: Sequence[tuple[ArrayType, pl.BlockSpec]],
     *,
     name: str,
-    scratch: Sequence[_Result] = (),
+    scratch: Sequence[ArrayType] = (),
     interpret: Any = False,
 ) -> tuple[Array, ...]:
     """The results of a kernel that runs for each tile of a grid.
@@ -74,7 +74,7 @@ def call_on_tpu(
     with jax.enable_x64(False):  # otherwise some Python numbers would become 64-bit numbers
         return pl.pallas_call(
             kernel,
-            out_shape=_result_types(arrays, [result for result, _ in outputs]),
+            out_shape=result_types(arrays, [result for result, _ in outputs]),
             grid=tuple(grid.tiles.values()),
             in_specs=[spec for _, spec in inputs],
             out_specs=tuple(spec for _, spec in outputs),
@@ -89,7 +89,7 @@ def call_on_gpu(
     kernel: Callable[..., None],
     grid: tuple[int, ...],
     arrays: Sequence[Array],
-    outputs: Sequence[_Result],
+    outputs: Sequence[ArrayType],
     *,
     name: str,
     tiling: Any,
@@ -110,7 +110,7 @@ def call_on_gpu(
     with jax.enable_x64(any(array.dtype.itemsize == 8 for array in arrays)):
         return pl.pallas_call(
             kernel,
-            out_shape=_result_types(arrays, outputs),
+            out_shape=result_types(arrays, outputs),
             grid=grid,
             compiler_params=plt.CompilerParams(
                 num_warps=tiling.num_warps, num_stages=getattr(tiling, "num_stages", None)
@@ -120,7 +120,7 @@ def call_on_gpu(
         )(*arrays)
 
 
-def _result_types(arrays: Sequence[Array], results: Sequence[_Result]) -> tuple[jax.ShapeDtypeStruct, ...]:
+def result_types(arrays: Sequence[Array], results: Sequence[ArrayType]) -> tuple[jax.ShapeDtypeStruct, ...]:
     """The types of results, which vary over the mesh axes that any array varies over."""
     like = jax.eval_shape(lambda *each: sum(jnp.sum(part).astype(jnp.float32) for part in each), *arrays)
     return tuple(jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=like.manual_axis_type) for shape, dtype in results)

@@ -276,16 +276,16 @@ def _check_ptx(compiled: Compiled) -> _Findings:
     findings, faults = _check_spills(compiled)
     for path in compiled.ptx:
         text = path.read_text()
-        loads = len(re.findall(r"\bld\.global\.", text))
-        vectors = len(re.findall(r"\bld\.global[.\w:]*\.v[248]\.", text))
+        loads = re.findall(r"\bld\.(?!param|shared|local)[\w.:]*", text)
+        vectors = len([load for load in loads if re.search(r"\.v[248]\.", load)])
         copied = re.findall(
             r"\bcp\.async\.c[ag]\.shared\.global\b[^;]*?\],\s*\[[^\]]*\],\s*(?:0x)?([0-9a-fA-F]+)", text
         )
         wide = sum(bytes_ in ("8", "16", "10") for bytes_ in copied)  # 10: hexadecimal
         name = ", ".join(_ENTRY.findall(text))
-        findings.append(f"{name}: {vectors} of {loads} loads are of vectors, {wide} of {len(copied)} copies")
+        findings.append(f"{name}: {vectors} of {len(loads)} loads are of vectors, {wide} of {len(copied)} copies")
         if not vectors + wide:
-            faults.append(f"{name}: no vector load among {loads} loads and {len(copied)} copies")
+            faults.append(f"{name}: no vector load among {len(loads)} loads and {len(copied)} copies")
     return findings, faults
 
 

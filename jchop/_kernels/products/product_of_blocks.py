@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from jax import Array
 
 from jchop._core.xla.backend import TILE
 from jchop._kernels.primitive import Kernel
-from jchop._kernels.tiles import LANES, Tiling, kernel_function, next_power_of_two, refuse_large
+from jchop._kernels.tiles import LANES, Tiling, kernel_function, next_power_of_two, refuse_large, refuse_mosaic_gpu
 
 #: A zero point, and the sums of elements of the other operand that it is multiplied by.
 _ZERO_POINTS = (("w_zero", "x_sum"), ("x_zero", "w_sum"))
@@ -219,8 +218,8 @@ def _refuse_hopper_product_of_blocks(
         return "there are zero points"
     if block not in (_HOPPER_UNITS["k"], sizes["k"]):
         return f"the blocks of {block} are neither of {_HOPPER_UNITS['k']} nor one of {sizes['k']}"
-    if find_spec("absl") is None:
-        return "JAX's Mosaic GPU needs absl: pip install absl-py"
+    if reason := refuse_mosaic_gpu():
+        return reason
     return _refuse_gpu_product_of_blocks(x, w, *scales, block=block, **static)
 
 

@@ -10,7 +10,6 @@ The units sum float8 in fewer bits than float32, so the sum of each step is adde
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu
 
 from jchop._core.xla.backend import TILE
 from jchop._kernels.products.product_of_blocks import ProductOfBlocksHopperTiling
-
-plgpu: Any = mosaic_gpu  # some of its names are not exported to type checkers
+from jchop._kernels.warpgroups import LOAD_INDEX, plgpu
 
 #: Warpgroups that multiply, and the registers of a thread of the one that copies.
 _COMPUTE_WARPGROUPS, _COPY_REGISTERS = 2, 40
@@ -33,8 +30,6 @@ _COMPUTE_WARPGROUPS, _COPY_REGISTERS = 2, 40
 _STORE_ROWS, _ROW_BYTES, _STORE_SLOTS = 64, 128, 2
 #: Rows of tiles that follow one another, so that caches hold what they share; and multiprocessors of an H100 or H200.
 _SNAKE_WIDTH, _HOPPER_PROGRAMS = 8, 132
-#: JAX before 0.12 takes an index beside the reference.
-_LOAD_INDEX = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
 
 
 def hopper_product_of_blocks(
@@ -241,7 +236,7 @@ class _ProductOfBlocksHopperTile:
         for name, place in zip(names, scale_refs, strict=True):
             axis = 0 if name[0] == "x" else 1
             layout = plgpu.Layout.WGMMA.reduce(1 - axis)
-            scale = plgpu.load(place, *_LOAD_INDEX, layout=layout, optimized=False)
+            scale = plgpu.load(place, *LOAD_INDEX, layout=layout, optimized=False)
             scale = lax.broadcast_in_dim(scale, numbers.shape, (axis,))
             numbers = numbers * scale
         return TILE.prevent_fma(numbers, scale) if scale is not None and feeds_sum else numbers
