@@ -55,10 +55,7 @@ class RegisterTile:
 
     def store(self, ref: Any, values: Array) -> None:
         """Writes a tile, or its reduction, to global memory."""
-        if self.interpret or not _HAS_STORE:
-            ref[...] = values
-        else:
-            plgpu.store(ref, values, optimized=False)
+        _store(ref, values, self.interpret)
 
     def iota(self, axis: int) -> Array:
         """The index of each number along an axis, int32."""
@@ -75,6 +72,48 @@ class RegisterTile:
             return out
         out = lax.broadcast_in_dim(out, x.shape, tuple(each for each in range(x.ndim) if each not in axis))
         return out if self.interpret else plgpu.layout_cast(out, self.layout)
+
+
+@dataclass(frozen=True)
+class RegisterMatrix:
+    """A tile of a matrix in the registers of a warpgroup, as matrix units lay their results.
+
+    Args:
+        shape: of the tile, multiples of 64 and of 8.
+        interpret: whether the kernel is interpreted.
+    """
+
+    shape: tuple[int, int]
+    interpret: bool
+
+    def full(self, value: float) -> Array:
+        """One number everywhere, float32."""
+        x = jnp.full(self.shape, value, jnp.float32)
+        return x if self.interpret else plgpu.layout_cast(x, plgpu.Layout.WGMMA)
+
+    def load_along(self, ref: Any, axis: int) -> Array:
+        """A row of numbers along an axis of the tile, repeated along the other."""
+        if self.interpret:
+            return lax.broadcast_in_dim(ref[...], self.shape, (axis,))
+        row = plgpu.load(ref, *LOAD_INDEX, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
+        return plgpu.layout_cast(lax.broadcast_in_dim(row, self.shape, (axis,)), plgpu.Layout.WGMMA)
+
+    def store(self, ref: Any, values: Array) -> None:
+        """Writes a tile to global memory."""
+        _store(ref, values, self.interpret)
+
+    def iota(self, axis: int) -> Array:
+        """The index of each number along an axis, int32."""
+        if self.interpret:
+            return lax.broadcasted_iota(jnp.int32, self.shape, axis)
+        return plgpu.broadcasted_iota(jnp.int32, self.shape, axis, layout=plgpu.Layout.WGMMA)
+
+
+def _store(ref: Any, values: Array, interpret: bool) -> None:
+    if interpret or not _HAS_STORE:
+        ref[...] = values
+    else:
+        plgpu.store(ref, values, optimized=False)
 
 
 def _layout(tiles: tuple[tuple[int, ...], ...], warps: int, lanes: tuple[int, ...]) -> Any:

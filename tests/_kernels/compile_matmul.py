@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from _kernels.compiling import Case, checks_of, is_tpu
+from _kernels.compiling import AMPERE, Case, checks_of, is_tpu
 
 from jchop._spec.accumulation import MatmulSpec
 
@@ -35,9 +35,6 @@ COMMON: tuple[tuple[MatmulSpec, Shape, bool], ...] = (
 )
 #: For GPUs alone, in float64.
 DOUBLE: tuple[tuple[MatmulSpec, Shape], ...] = (
-    (MatmulSpec("e5m10", product="e8m23:up", accumulate="e8m30:odd"), RAGGED),
-    (MatmulSpec(None, accumulate="e11m40", order="blocked(8)", fused=True), RAGGED),
-    (MatmulSpec("e5m10", accumulate="e8m30", order="pairwise"), RAGGED),
     (MatmulSpec("e5m10", accumulate="e8m30", order="matrix_unit(32)"), RAGGED),
 )
 
@@ -48,25 +45,38 @@ def arguments(spec: MatmulSpec, shape: Shape, dtype: str = "float32") -> tuple[j
     return tuple(jax.ShapeDtypeStruct(size, jnp.dtype(name)) for size, name in sizes)
 
 
-def cases(target: str) -> Iterator[Case]:
-    run: Any
+def kernel(target: str, spec: MatmulSpec) -> Any:
+    """The kernel of an order."""
     if is_tpu(target):
-        from jchop._kernels.products import matmul_tpu
-
-        run = matmul_tpu.tpu_matmul
+        from jchop._kernels.products.matmul_tpu import tpu_matmul as run
+    elif spec.order.kind == "matrix_unit":
+        from jchop._kernels.products.matmul_dots_gpu import gpu_matmul_of_dots as run
     else:
-        from jchop._kernels.products import matmul_gpu
+        from jchop._kernels.products.matmul_gpu import gpu_matmul as run
+    return partial(run, spec=spec)
 
-        run = matmul_gpu.gpu_matmul
+
+def checks(target: str, spec: MatmulSpec, aligned: bool) -> tuple[str, ...]:
+    """Those of `checks_of` for an order; warpgroups have no masks, and load a column number by number."""
+    if is_tpu(target) or spec.order.kind == "matrix_unit":
+        return checks_of(target, aligned)
+    return ("spills",) if target == "h200" else ()
+
+
+def cases(target: str) -> Iterator[Case]:
     for spec, shape, x64 in COMMON:
+        if target == "a100" and spec.order.kind != "matrix_unit" and not AMPERE:
+            continue
         name = f"matmul {spec}, {shape}{', x64' if x64 else ''}"
-        yield Case(name, partial(run, spec=spec), arguments(spec, shape), x64, checks_of(target, shape == LARGE))
+        yield Case(name, kernel(target, spec), arguments(spec, shape), x64, checks(target, spec, shape == LARGE))
+    if target == "a100" and not AMPERE:
+        return
     spec = COMMON[2][0]
-    mapped = jax.vmap(partial(run, spec=spec), in_axes=(0, None, 0))
+    mapped = jax.vmap(kernel(target, spec), in_axes=(0, None, 0))
     a, b, seeds = arguments(spec, RAGGED)
     batched = [jax.ShapeDtypeStruct((5, *aval.shape), aval.dtype) for aval in (a, seeds)]
-    yield Case(f"matmul {spec}, {RAGGED}, vmap", mapped, (batched[0], b, batched[1]), True, checks_of(target, False))
+    yield Case(f"matmul {spec}, {RAGGED}, vmap", mapped, (batched[0], b, batched[1]), True, checks(target, spec, False))
     if not is_tpu(target):
         for spec, shape in DOUBLE:
             name = f"matmul {spec}, {shape}, float64"
-            yield Case(name, partial(run, spec=spec), arguments(spec, shape, "float64"), True, checks_of(target, False))
+            yield Case(name, kernel(target, spec), arguments(spec, shape, "float64"), True, checks_of(target, False))

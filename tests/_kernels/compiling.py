@@ -37,6 +37,8 @@ TPUS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
 #: GPUs are described by targets/NAME.txtpb.
 GPUS = ("h200", "a100", "b200")
 TARGETS = (*TPUS, *GPUS)
+#: Whether Mosaic GPU compiles for Ampere GPUs, with this version of JAX; before, it ends the process.
+AMPERE = tuple(map(int, metadata.version("jax").split(".")[:2])) >= (0, 12)
 #: The machine itself, whose programs need no kernel.
 CPU = "cpu"
 

@@ -274,7 +274,7 @@ def are_in_safe_range(scales: BlockScales, plan: ScaledPlan) -> Array:
     inside = (scales.value >= low) & (scales.value <= high)
     if scales.tensor is not None:
         inside &= (scales.tensor >= low) & (scales.tensor <= high)
-    return inside if scales.nan is None else inside & ~scales.nan
+    return inside if scales.nan is None else inside & (scales.nan ^ True)
 
 
 def choose_scales(
