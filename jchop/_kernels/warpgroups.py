@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -34,11 +34,13 @@ class RegisterTile:
         shape: of the tile.
         lanes: the threads of a warp along the words; the others, and the warps, are along the rows.
         interpret: whether the kernel is interpreted.
+        across: whether the warps are along the words. Then no warp needs the numbers of another for a sum of rows.
     """
 
     shape: tuple[int, int, int]
     lanes: int
     interpret: bool
+    across: bool = False
 
     @property
     def layout(self) -> Any:
@@ -46,6 +48,8 @@ class RegisterTile:
         if lanes == WARP_LANES:
             return _layout(((WARPS, lanes, numbers),), -3, (-2,))
         down = WARP_LANES // lanes
+        if self.across:
+            return _layout(((down, WARPS * lanes, numbers), (down, lanes, numbers)), -5, (-3, -2))
         tiles = (WARPS * down, lanes, numbers), (down, lanes, numbers)
         return _layout(tiles, -6, (-3, -2) if lanes > 1 else (-3,))
 
@@ -56,6 +60,38 @@ class RegisterTile:
     def store(self, ref: Any, values: Array) -> None:
         """Writes a tile, or its reduction, to global memory."""
         _store(ref, values, self.interpret)
+
+    def full(self, value: float) -> Array:
+        """One number everywhere, float32."""
+        x = jnp.full(self.shape, value, jnp.float32)
+        return x if self.interpret else plgpu.layout_cast(x, self.layout)
+
+    def load_along(self, ref: Any, *axes: int) -> Array:
+        """Numbers along some axes of the tile, repeated along the others."""
+        if self.interpret:
+            return lax.broadcast_in_dim(ref[...], self.shape, axes)
+        layout = self.layout.reduce(tuple(axis for axis in range(3) if axis not in axes))
+        numbers = plgpu.load(ref, *LOAD_INDEX, layout=layout, optimized=False)
+        return plgpu.layout_cast(lax.broadcast_in_dim(numbers, self.shape, axes), self.layout)
+
+    def load_interleaved(self, ref: Any, parts: int) -> list[Array]:
+        """Some parts whose numbers are in turn, (words, numbers * parts), repeated along rows, float32.
+
+        The sums and selections have one term that is not a constant zero, so the compiler leaves nothing of them.
+        """
+        if parts == 1:
+            return [self.load_along(ref, 1, 2).astype(jnp.float32)]
+        wide = replace(self, shape=(*self.shape[:2], self.shape[2] * parts))
+        numbers = wide.load_along(ref, 1, 2)
+        bits = lax.bitcast_convert_type(numbers, f"uint{8 * numbers.dtype.itemsize}").astype(jnp.int32)
+        bits = bits << (32 - 8 * numbers.dtype.itemsize)  # of bfloat16: those of float32
+        columns, own, out = wide.iota(2), self.iota(2), [self.full(0.0).astype(jnp.int32)] * parts
+        for index in range(wide.shape[2]):
+            number, part = divmod(index, parts)
+            one = lax.broadcast_in_dim(jnp.sum(jnp.where(columns == index, bits, 0), axis=2), self.shape, (0, 1))
+            one = one if self.interpret else plgpu.layout_cast(one, self.layout)
+            out[part] = jnp.where(own == number, one, out[part])
+        return [lax.bitcast_convert_type(x, jnp.float32) for x in out]
 
     def iota(self, axis: int) -> Array:
         """The index of each number along an axis, int32."""

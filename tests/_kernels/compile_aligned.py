@@ -52,6 +52,4 @@ def cases(target: str) -> Iterator[Case]:
         spec, (batch, m, k, n) = tensor_core(unit, dtype), shape
         avals = tuple(jax.ShapeDtypeStruct(s, "float32") for s in ((batch, m, k), (batch, k, n)))
         if target != "a100" or AMPERE:
-            yield Case(
-                f"kernel of {unit} {dtype}, {shape}", kernel(target, spec), avals, True, checks(target, spec, True)
-            )
+            yield Case(f"kernel of {unit} {dtype}, {shape}", kernel(target, spec), avals, True, checks(target))

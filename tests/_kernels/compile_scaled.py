@@ -115,5 +115,4 @@ def case(
     assert why is None, f"{name} on {target}: {why}"
     text = f"{kernel} {name} axis {plan.fmt.axis} {dtype}{list(shape)}{' x64' * x64}"
     run = partial(getattr(kernels(target), f"{platform}_{kernel}"), plan=plan)
-    checks = checks_of(target, True) if is_tpu(target) else ("ptx",) if target == "h200" else ()
-    return Case(text, run, (x, WORDS), x64, checks)
+    return Case(text, run, (x, WORDS), x64, checks_of(target))

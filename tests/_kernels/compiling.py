@@ -39,6 +39,8 @@ GPUS = ("h200", "a100", "b200")
 TARGETS = (*TPUS, *GPUS)
 #: Whether Mosaic GPU compiles for Ampere GPUs, with this version of JAX; before, it ends the process.
 AMPERE = tuple(map(int, metadata.version("jax").split(".")[:2])) >= (0, 12)
+#: The files whose cases are kernels of Mosaic GPU alone.
+WITHOUT_OLD_AMPERE = ("compile_scaled", "compile_matmul", "compile_dequantize_matmul")
 #: The machine itself, whose programs need no kernel.
 CPU = "cpu"
 
@@ -103,16 +105,9 @@ def is_tpu(target: str) -> bool:
     return target in TPUS
 
 
-def checks_of(target: str, aligned: bool) -> tuple[str, ...]:
-    """What is checked of a kernel that wants nothing special.
-
-    Args:
-        target: the chip. Older GPUs may spill.
-        aligned: whether every row begins at an address that a vector may be loaded from, and has a few of them.
-    """
-    if is_tpu(target):
-        return ("vmem",)
-    return ("masked", "ptx" if aligned else "spills") if target == "h200" else ("masked",)
+def checks_of(target: str) -> tuple[str, ...]:
+    """What is checked of a kernel that wants nothing special. Older GPUs may spill."""
+    return ("vmem",) if is_tpu(target) else ("ptx",) if target == "h200" else ()
 
 
 # -- are the compilers there ------------------------------------------------------------------------------------------
@@ -218,20 +213,10 @@ class Compiled:
         return re.findall(r"%([\w.-]+) = (\(?.*?) ([\w-]+)\((.*)", entry)
 
     @functools.cached_property
-    def triton(self) -> dict[str, str]:
-        """The first form of every Triton kernel's module, by the kernel's name."""
-        found = {}
-        for path in sorted(self.dumps.glob("*.triton-to-llvm.txt")):
-            found[path.name.split(".")[-3]] = path.read_text().split("// -----// IR Dump")[1]
-        return found
-
-    @functools.cached_property
     def ptx(self) -> list[Path]:
-        """The PTX files that hold kernels of Triton or Mosaic."""
-        entries = {path: _ENTRY.findall(path.read_text()) for path in sorted(self.dumps.glob("*.ptx"))}
-        return [
-            path for path, names in entries.items() if set(names) & set(self.triton) or "mosaic_gpu" in " ".join(names)
-        ]
+        """The PTX files that hold kernels of Mosaic."""
+        files = sorted(self.dumps.glob("*.ptx"))
+        return [path for path in files if "mosaic_gpu" in " ".join(_ENTRY.findall(path.read_text()))]
 
 
 _NOTHING_MOVED = ("bitcast", "tuple", "get-tuple-element", "copy-done")
@@ -255,22 +240,6 @@ def _dtype(kind: str) -> str:
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\(")
 _DUMP = {"xla_dump_emitter_re": ".*"}  # compiler options beside the folder
 _Findings = tuple[list[str], list[str]]  # what was found, what is wrong
-
-
-def _check_masked(compiled: Compiled) -> _Findings:
-    """Every load and store of a tile in the Triton IR has a mask; scalars need none."""
-    findings, faults = [], []
-    for kernel, text in compiled.triton.items():
-        for operation, place in (("load", 1), ("store", 2)):  # where the mask stands among the operands
-            types = [
-                re.findall(r"tensor<[^<>]*(?:<[^<>]*>)?[^<>]*>|[^,\s()]+", line)
-                for line in re.findall(rf'"tt\.{operation}"\(.*?: \((tensor<.*?)\) ->', text)
-            ]
-            masked = sum(len(operands) > place and operands[place].endswith("xi1>") for operands in types)
-            findings.append(f"{kernel}: {masked} of {len(types)} tile {operation}s masked")
-            if masked < len(types) or not types:
-                faults.append(findings[-1])
-    return findings, faults or ([] if compiled.triton else ["no Triton kernel was compiled"])
 
 
 def _check_ptx(compiled: Compiled) -> _Findings:
@@ -341,7 +310,7 @@ def _check_machine_code(kinds: tuple[str, ...], compiled: Compiled) -> _Findings
 
 
 def _check_separate(compiled: Compiled) -> _Findings:
-    """Products are rounded before they are added: no Triton kernel contracts them."""
+    """Products are rounded before they are added: no kernel contracts them."""
     faults = [f"{path.name} has fused multiply-adds" for path in compiled.ptx if "fma.rn" in path.read_text()]
     return [], faults or ([] if compiled.ptx else ["no PTX of a kernel was found"])
 
@@ -377,7 +346,6 @@ TOLD = "multiplies: "
 _VMEM = 1  # the number of this memory space in Mosaic's configuration
 
 CHECKS: dict[str, Callable[[Compiled], _Findings]] = {
-    "masked": _check_masked,
     "ptx": _check_ptx,
     "spills": _check_spills,
     "vmem": _check_vmem,

@@ -12,12 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jchop._common.bit_ops import lax_where
+from jchop._common.bit_ops import CARRIERS, lax_where
 from jchop._core.arithmetic.basic import ValueRange, add_and_round, carrier_range, sum_range
 from jchop._core.matmul import aligned
 from jchop._core.matmul.aligned import TensorCoreUnit
 from jchop._core.matmul.matmul import MatmulPlan, WordSource, accumulate_product, combine_sums, matmul_body
 from jchop._kernels.primitive import Kernel, make_op
+from jchop._kernels.products.product_of_blocks import (
+    BLACKWELL_CAPABILITY,
+    HOPPER_CAPABILITY,
+    HOPPER_ROW_BYTES,
+    HopperTiling,
+)
 from jchop._kernels.tiles import (
     LANES,
     SUBLANES,
@@ -105,66 +111,37 @@ class MatmulGpuTiling(Tiling):
         return cls(8, 4) if order.kind == "pairwise" or order.aligned else cls(16, 4)
 
 
-@dataclass(frozen=True)
-class MatmulDotsTiling(Tiling):
-    """Tiles of the GPU kernel of ``matrix_unit``, one program each.
+def hopper_dot_tiling(plan: MatmulPlan) -> HopperTiling | None:
+    """Tiles of the kernel of ``matrix_unit``: a step is a block, filled up to what the units take; None if none fits.
 
-    Args:
-        block_m: rows of an output tile, a power of two, at least 16.
-        block_n: its columns, likewise.
-        block_k: longest part of a block that one tile product takes, likewise.
-        num_warps: warps of 32 threads in a program, a power of two.
-        num_stages: the number of loads of a block that may be in flight.
+    The accumulator and the temporaries of a step must stay in registers, also those of sums that may need integers.
     """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int = 4
-    num_stages: int = 2
-
-    MULTIPLES: ClassVar = {"num_stages": 1}
-    POWERS: ClassVar = dict.fromkeys(("block_m", "block_n", "block_k", "num_warps"), 1)
-
-    @classmethod
-    def for_shape(cls, batch: int, m: int, n: int, plan: MatmulPlan) -> MatmulDotsTiling:
-        """The heuristic: the largest tile of a list that gives work to every multiprocessor.
-
-        The accumulator and the temporaries of a step must stay in registers. That allows 32 elements for each thread,
-        or 16 if its sums may need integer arithmetic.
-        """
-        total, bias = sum_range(plan.accumulator, plan.dot), plan.carrier.bias
-        light = total.quantum > -bias and total.top <= bias
-        tiles = _WIDE_DOT_GPU_TILES.get(dot_operand(plan)) or (_DOT_GPU_TILES if light else _DOT_GPU_TILES[1:])
-        programs = (batch * -(-m // tile.block_m) * -(-n // tile.block_n) for tile in tiles)
-        return next((tile for tile, count in zip(tiles, programs, strict=True) if count >= _MATMUL_PROGRAMS), tiles[-1])
+    if (dtype := HOPPER_OPERANDS.get(dot_operand(plan))) is None:
+        return None
+    itemsize, block = jnp.dtype(dtype).itemsize, min(plan.spec.order.block or 1, plan.k)
+    size = next_power_of_two(block * itemsize, _MIN_HOPPER_STEP)
+    size = size if size <= HOPPER_ROW_BYTES else next_multiple(block * itemsize, HOPPER_ROW_BYTES)
+    total, bias = sum_range(plan.accumulator, plan.dot), plan.carrier.bias
+    columns = _DOT_COLUMNS if total.quantum > -bias and total.top <= bias else _DOT_COLUMNS // 2
+    stages = min(_HOPPER_MEMORY // (size * (2 * MATMUL_GPU_ROWS + columns)), _MOST_HOPPER_STAGES)
+    return HopperTiling(MATMUL_GPU_ROWS, columns, size // itemsize, stages) if stages > 1 else None
 
 
-#: Programs that fill a large GPU: about two for each multiprocessor.
-_MATMUL_PROGRAMS = 256
-_DOT_GPU_TILES = (
-    MatmulDotsTiling(64, 128, 64, num_warps=8, num_stages=3),
-    MatmulDotsTiling(64, 64, 64, num_warps=8, num_stages=3),
-    MatmulDotsTiling(32, 32, 64, num_warps=4, num_stages=3),
-)
-#: Tile products without tensor cores, or with operands of 32 bits, have less room.
-_WIDE_DOT_GPU_TILES = {
-    "tf32": (MatmulDotsTiling(64, 64, 32, num_warps=8), MatmulDotsTiling(32, 32, 32)),
-    "float32": (MatmulDotsTiling(64, 64, 32, num_warps=8), MatmulDotsTiling(32, 32, 32)),
-    "float64": (MatmulDotsTiling(32, 32, 16),),
-}
+#: Bytes of a row of the shortest step, and of all steps in flight, whose number has a limit.
+_MIN_HOPPER_STEP, _HOPPER_MEMORY, _MOST_HOPPER_STAGES = 32, 200 << 10, 6
+_DOT_COLUMNS = 64
 
 
 # -- common functions of the kernels -----------------------------------------------------------------------------------
 
-#: The shortest side of a tile product on a GPU.
-_MIN_DOT_SIDE = 16
 #: Types of operands whose products are exact in float32, the cheapest first, with the range of each.
 _NARROW_OPERANDS = {
     "bfloat16": ValueRange(-133, 8, 128),
     "float16": ValueRange(-24, 11, 16),
     "tf32": ValueRange(-136, 11, 128),
 }
+#: The dtype of such operands on the matrix units of Hopper, which take float32 as tf32.
+HOPPER_OPERANDS = {"bfloat16": "bfloat16", "float16": "float16", "tf32": "float32"}
 
 
 def dot_operand(plan: MatmulPlan, types: tuple[str, ...] = tuple(_NARROW_OPERANDS)) -> str:
@@ -189,11 +166,6 @@ def int32_loop(begin: Array | int, end: Array | int, body: Callable[[Array, Any]
         return i + 1, end, body(i, carry)
 
     return lax.while_loop(lambda state: state[0] < state[1], step, (jnp.int32(begin), jnp.int32(end), init))[2]
-
-
-def dot_length(block: int) -> int:
-    """The least length to which a short block is padded for a tile product on a GPU."""
-    return next_power_of_two(block, _MIN_DOT_SIDE)
 
 
 def aligned_unit(spec: MatmulSpec, k: int) -> TensorCoreUnit:
@@ -347,10 +319,19 @@ def _refuse_gpu_matmul(a: jax.ShapeDtypeStruct, b: Any, *_: Any, spec: MatmulSpe
     return refuse_mosaic_gpu(a=a.dtype) or refuse_large(a=a.size, b=b.size) or _refuse_matmul(a, spec=spec)
 
 
-def _refuse_dots(a: jax.ShapeDtypeStruct, *_: Any, spec: MatmulSpec) -> str | None:
+def refuse_dots(a: jax.ShapeDtypeStruct, b: Any, *_: Any, spec: MatmulSpec) -> str | None:
+    """The reason against the kernel of ``matrix_unit`` for operands, or None."""
     if spec.order.kind != "matrix_unit":
         return f"order={str(spec.order)!r} is not summed by matrix units"
-    return _refuse_matmul(a, spec=spec)
+    if reason := refuse_mosaic_gpu(a=a.dtype) or refuse_large(a=a.size, b=b.size) or _refuse_matmul(a, spec=spec):
+        return reason
+    plan = MatmulPlan(spec, CARRIERS[a.dtype.name], max(a.shape[2], 1))
+    if hopper_dot_tiling(plan) is None:
+        operands = "operands=None" if spec.operands is None else f"operands={str(spec.operands)!r}"
+        return (
+            f"{operands}, order={str(spec.order)!r}: kernels take bfloat16, float16 or tf32, and two blocks at a time"
+        )
+    return None
 
 
 matmul_op = make_op(
@@ -358,7 +339,12 @@ matmul_op = make_op(
     matmul_body,
     tpu=Kernel(kernel_function("products.matmul_tpu", "tpu_matmul"), _refuse_tpu_matmul),
     gpu=(
-        Kernel(kernel_function("products.matmul_dots_gpu", "gpu_matmul_of_dots"), _refuse_dots),
+        Kernel(
+            kernel_function("products.matmul_hopper", "hopper_matmul_of_dots"),
+            refuse_dots,
+            capability=lambda *_, **__: HOPPER_CAPABILITY,
+            below=BLACKWELL_CAPABILITY,
+        ),
         Kernel(
             kernel_function("products.matmul_gpu", "gpu_matmul"), _refuse_gpu_matmul, capability=mosaic_gpu_capability
         ),
