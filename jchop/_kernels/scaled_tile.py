@@ -160,7 +160,7 @@ class ScaledGpuTiling(Tiling):
     Args:
         rows: rows of a tile.
         words: its words in a row.
-        numbers: numbers of a word, whose codes are stored together, 1, 2, 4 or 8.
+        numbers: numbers of a word, whose codes are stored together, 2, 4 or 8.
         lanes: the threads of a warp along the words, a power of two; the others, and the warps, are along the rows.
     """
 
@@ -170,7 +170,7 @@ class ScaledGpuTiling(Tiling):
     lanes: int
 
     MULTIPLES: ClassVar = {"rows": 1, "words": 1}
-    POWERS: ClassVar = {"numbers": 1, "lanes": 1}
+    POWERS: ClassVar = {"numbers": 2, "lanes": 1}
     #: The most numbers of a thread, which are in registers, and those that give enough loads.
     _MOST, _ENOUGH = 48, 16
     #: The most numbers of a word if a block is divided among warps, which exchange their maxima.
@@ -182,7 +182,7 @@ class ScaledGpuTiling(Tiling):
         bits = problem.bits if quantizes else 8
         if problem.size % problem.block or not problem.inner * problem.outer:
             return None
-        whole = (numbers for numbers in (8, 4, 2, 1) if numbers * bits % 8 == 0 and numbers * bits <= 32)
+        whole = (numbers for numbers in (8, 4, 2) if numbers * bits % 8 == 0 and numbers * bits <= 32)
         return next(filter(None, (cls._of_words(problem, numbers) for numbers in whole)), None)
 
     @classmethod
