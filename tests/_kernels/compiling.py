@@ -342,7 +342,18 @@ def _tell_products(compiled: Compiled) -> _Findings:
     return [f"{TOLD}{compiled.multiplied}"], []
 
 
-TOLD = "multiplies: "
+def _tell_code(compiled: Compiled) -> _Findings:
+    """The cells of the table of machine code: registers, bytes spilled, and what multiplies."""
+    path = compiled.ptx[0]
+    text = path.read_text()
+    said = " ".join(_assemble(path, re.findall(r"^\.target\s+(\w+)", text, re.MULTILINE)[0]))
+    assert "Used" in said, "ptxas is not at hand"
+    registers, spilled = (sum(map(int, re.findall(p, said))) for p in (r"Used (\d+)", r"(\d+) bytes spill stores"))
+    names = sorted(set(re.findall(r"\bwgmma\.mma_async[\w.]*", text)))
+    return [f"{CODE}{registers}; {spilled}; {', '.join(f'`{name}`' for name in names) or 'none'}"], []
+
+
+TOLD, CODE = "multiplies: ", "code: "
 _VMEM = 1  # the number of this memory space in Mosaic's configuration
 
 CHECKS: dict[str, Callable[[Compiled], _Findings]] = {
@@ -358,6 +369,7 @@ CHECKS: dict[str, Callable[[Compiled], _Findings]] = {
     "no loop": _check_no_loop,
     "separate": _check_separate,
     "told": _tell_products,
+    "code": _tell_code,
     "float8 machine code": functools.partial(_check_machine_code, ("e4m3", "e5m2", "kind::f8f6f4")),
     "float8 units": functools.partial(_check_units, ("f8e4m3fn", "f8e5m2")),
 }

@@ -150,7 +150,7 @@ class _FewRowsTile:
     def _decode(self, code_bytes: Array) -> tuple[Array, ...]:
         """The values of bytes of codes, for each part of W, float32. Chips convert float8 to float16, and that."""
         if self.format in FLOAT8_FORMATS:
-            numbers = lax.bitcast_convert_type(code_bytes, self.format.name)
+            numbers = lax.bitcast_convert_type(code_bytes, str(self.format.name))
             return (numbers.astype(jnp.float16).astype(jnp.float32),)
         if self.format == float4_e2m1fn:  # with the bits of float16 numbers, which are 2^14 times smaller
             words = code_bytes.astype(jnp.int32)

@@ -41,6 +41,8 @@ def hopper_matmul_of_dots(
         return jnp.zeros((batch, m, n), a.dtype)
     plan = matmul.MatmulPlan(spec, CARRIERS[a.dtype.name], k)
     tiling = tiling or hopper_dot_tiling(plan)
+    assert tiling is not None
+    depth = tiling.depth
     dtype, block = HOPPER_OPERANDS[dot_operand(plan)], min(spec.order.block or 1, k)
 
     def in_blocks(x: Array) -> Array:
@@ -48,14 +50,14 @@ def hopper_matmul_of_dots(
         steps = -(-k // block)
         x = jnp.pad(x.astype(dtype), ((0, 0), (0, -x.shape[1] % SUBLANES), (0, steps * block - k)))
         x = x.reshape(*x.shape[:2], steps, block)
-        return jnp.pad(x, ((0, 0),) * 3 + ((0, tiling.depth - block),)).reshape(*x.shape[:2], -1)
+        return jnp.pad(x, ((0, 0),) * 3 + ((0, depth - block),)).reshape(*x.shape[:2], -1)
 
     with jax.enable_x64(False):
 
         @jax.custom_batching.sequential_vmap
         def of_matrices(number: Array, x: Array, w: Array, *seeds: Array) -> Array:
             tile = _DotsTile(m, n, jnp.dtype("float32"), tiling, jnp.float32, plan=plan)
-            parts = {"seeds": seeds[0], "first row": number * np.int32(m)[None]} if seeds else {}
+            parts = {"seeds": seeds[0], "first row": (number * np.int32(m))[None]} if seeds else {}
             return tile.run(x, w, parts, whole_tiles=True)[:m, :n]
 
         arrays = lax.iota(jnp.int32, batch), in_blocks(a), in_blocks(jnp.swapaxes(b, 1, 2))
