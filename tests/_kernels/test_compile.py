@@ -110,7 +110,7 @@ FAULTS: dict[str, str | None] = {
 TPU_FAULTS = {"modest": None, "greedy": "asks for 50000000 bytes of VMEM"}
 GPU_FAULTS = {
     "vectors": None,
-    "scalar loads": "no vector load among 4",
+    "scalar loads": "no vector load among 1",
     "spills": "bytes spill" if shutil.which("ptxas") else None,
     "float8, HIGH": None,
     "float8, HIGHEST": "failed to legalize" if HIGHEST_FAILS else None,
