@@ -30,6 +30,11 @@ CACHES: dict[str, dict[str, Any]] = {
     "float32": {},
     "int8": both("int8(group=all)"),
     "int4": both("int4(group=all,scale=bfloat16)"),
+    "uint2, keys by channel": {
+        "keys": "uint2(group=16,axis=1,zero_point=integer,scale=bfloat16)",
+        "values": "uint2(group=32,zero_point=integer,scale=bfloat16)",
+        "recent": 16,
+    },
     "int2 in groups of 32": both("int2(group=32,scale=bfloat16)"),
     **{f"normal{bits}": both(f"normal{bits}") for bits in (2, 3, 4)},
     **{f"normal{bits}, rotated": both(f"normal{bits}", **ROTATED) for bits in (2, 3, 4)},

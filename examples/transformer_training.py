@@ -3,7 +3,7 @@
     python examples/transformer_training.py [--small] [--steps 300] [--plot training.png]
 
 The same network is trained in float32, with all products in bfloat16, with e4m3fn forward and stochastic e5m2
-gradients, and by the recipes mxfp8, nvfp4, mxfp4 and mxfp4_quartet, whose blocks share scales; "mxfp4
+gradients, and by the recipes mxfp8, nvfp4, nvfp4_quartet2, mxfp4 and mxfp4_quartet, whose blocks share scales; "mxfp4
 backward" has its forward products in bfloat16. `--formats float32,nvfp4` trains some of them. The text is the
 source of a few modules of Python's library. Needs `pip install ".[flax,optax]"`. With `--small` it takes some 20
 seconds of CPU time.
@@ -35,7 +35,7 @@ ARITHMETICS: dict[str, jc.Rule | None] = {
     "e4m3fn and stochastic e5m2": jc.Rule(
         PRODUCTS, weight="float8_e4m3fn:saturate", activation="float8_e4m3fn:saturate", gradient="e5m2:stochastic"
     ),
-    **{name: jc.nn.recipe(name, PRODUCTS) for name in ("mxfp8", "nvfp4", "mxfp4", "mxfp4_quartet")},
+    **{name: jc.nn.recipe(name, PRODUCTS) for name in ("mxfp8", "nvfp4", "nvfp4_quartet2", "mxfp4", "mxfp4_quartet")},
     "mxfp4 backward": jc.nn.recipe("mxfp4", PRODUCTS, weight="bfloat16", activation="bfloat16"),
 }
 

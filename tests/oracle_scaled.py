@@ -80,12 +80,14 @@ ASKED: dict[str, Callable[[Blocks, list[Fraction], Fraction], Fraction]] = {
     "no_clip": lambda b, x, t: max(min(*x, ZERO) / b.least, max(*x, ZERO) / b.most),
     "two_level": lambda b, x, t: _amax(x) / b.most / t,
     "four_over_six": lambda b, x, t: _amax(x) / b.most / t,
+    "int_or_float": lambda b, x, t: _amax(x) / b.most / t,
+    "eden": lambda b, x, t: _amax(x) / b.most / t,  # before it is corrected
     "floor_unclipped": lambda b, x, t: pow2(floor_log2(_amax(x)) - floor_log2(b.most)),
     # The root of c^2 times the mean square: half its exponent, rounded down.
     "quest": lambda b, x, t: pow2(floor_log2(Fraction("2.92247856") ** 2 / 36 * sum(v * v for v in x) / len(x)) // 2),
 }
 #: The rules with a scale of the tensor.
-OF_TENSORS = ("two_level", "four_over_six", "floor_unclipped")
+OF_TENSORS = ("two_level", "four_over_six", "int_or_float", "eden", "floor_unclipped")
 
 
 #: The rules that ask for powers of two, which are clamped to those of the scale format.
@@ -99,8 +101,8 @@ def _amax(x: list[Fraction]) -> Fraction:
 def tensor_scale(values: Sequence[Value], blocks: Blocks) -> Fraction:
     """The float32 scale of a whole tensor, largest magnitude over (largest scale times largest element).
 
-    For "four_over_six" the scale is the largest power of two instead. For "floor_unclipped" it is the least binary32
-    number by which the largest element reaches the power of two above it.
+    For "four_over_six" and "eden" the scale is the largest power of two instead. For "floor_unclipped" it is the least
+    binary32 number by which the largest element reaches the power of two above it.
     """
     if blocks.rule == "floor_unclipped":
         t = oracle.round_exact(oracle.ieee(8, 23), pow2(floor_log2(blocks.most) + 1) / blocks.most, "up", "saturate")
@@ -110,7 +112,7 @@ def tensor_scale(values: Sequence[Value], blocks: Blocks) -> Fraction:
     if amax == 0:
         return Fraction(1)
     top = oracle.largest(blocks.scale)
-    top = pow2(floor_log2(top)) if blocks.rule == "four_over_six" else top
+    top = pow2(floor_log2(top)) if blocks.rule in ("four_over_six", "eden") else top
     t = oracle.round_exact(oracle.ieee(8, 23), amax / (top * blocks.most), "nearest_even", "saturate")
     assert isinstance(t, Fraction)
     return max(t, pow2(-149))
@@ -148,7 +150,7 @@ def squares(numbers: list[Fraction], scale: Fraction, blocks: Blocks) -> Fractio
     """The sum of squared errors of a block under a scale, of numbers to nearest, ties to even, in binary32."""
     nearest = replace(blocks, mode="nearest_even")
     results = [back(element_of(x, scale, nearest), scale, oracle.CARRIERS["float32"]) for x in numbers]
-    errors = [result - x for x, result in zip(numbers, results, strict=True) if isinstance(result, Fraction)]
+    errors = [_plain(result) - x for x, result in zip(numbers, results, strict=True)]  # also of -0
     return sum((error * error for error in errors), ZERO)
 
 

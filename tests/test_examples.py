@@ -67,6 +67,14 @@ def test_training_and_rollout_have_the_same_logits():
     assert all(divergence > 0 for *_, divergence in rollout.train(rollout.logits, rollout.pack_copy, 2))
 
 
+@pytest.mark.parametrize("weights", ["mxfp4", pytest.param("int4(group=32,scale=bfloat16)", marks=pytest.mark.slow)])
+def test_experts_are_exported_as_they_were_trained(weights):
+    experts = load("experts")
+    experts.EXPERTS, experts.WIDTH, experts.HIDDEN, experts.ROWS = 2, 32, 64, 64
+    ((_, exact, rounded, tuned, same),) = experts.run({weights: experts.FAMILIES[weights]}, steps=300, tuning=300)
+    assert same and exact < tuned < rounded - 0.5 * (rounded - exact)
+
+
 def harmonic_prints_and_draws(monkeypatch, capsys, tmp_path):
     picture = tmp_path / "harmonic.png"
     monkeypatch.setattr(sys, "argv", ["harmonic.py", "--terms", "300", "--plot", str(picture)])

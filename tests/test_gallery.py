@@ -14,8 +14,8 @@ from example_cases import SCRIPTS
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Examples that are not in the gallery: another package, minutes of work, or nothing to draw.
-OTHERS = {"accumulators", "diloco", "fsdp", "packages", "pipeline", "ptq_transformer", "real_speech", "real_weights",
-          "rollout", "serving", "torch_training"}  # fmt: skip
+OTHERS = {"accumulators", "diloco", "experts", "fsdp", "packages", "pipeline", "ptq_transformer", "real_speech",
+          "real_weights", "rollout", "serving", "torch_training"}  # fmt: skip
 
 
 TABLE = gallery.examples()

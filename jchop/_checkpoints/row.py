@@ -282,6 +282,7 @@ def pieces(q: QArray, element: ElementFormat | None = None) -> Pieces:
     if fmt is None:
         raise ValueError("it has no scales")
     check(fmt.sparse is None, "it has codes of some numbers alone (sparse), and the layout has codes of all")
+    check(fmt.scale_rule.second is None, "its groups have levels of two formats")
     check(q.ndim == 2, f"it has shape {list(q.shape)}, and a stored weight has two axes (out, in)")
     check(batch_axes(q.spec, q.shape, q.scale) == 0, "vmap added axes to its scales")
     check(element in (None, fmt.element), f"its elements are not {element}")

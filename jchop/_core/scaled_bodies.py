@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -44,6 +45,7 @@ from jchop._core.scaled.elements import (
     load_scales,
     narrow_16_bit,
     put_nan,
+    scale_magnitude,
     store_scales,
     tensor_scale,
 )
@@ -52,7 +54,7 @@ from jchop._core.scaled.groups import Groups
 from jchop._core.xla.backend import PORTABLE, Backend
 from jchop._core.xla.sizes import if_static
 from jchop._spec.spec import Spec
-from jchop.formats import IntegerFormat, ScaledFormat
+from jchop.formats import CodebookFormat, IntegerFormat, ScaledFormat
 
 # == which way =========================================================================================================
 
@@ -67,7 +69,7 @@ def plan_to_encode(x: Array, plan: ScaledPlan, backend: Backend) -> ScaledPlan:
     plan = plan_to_decode(plan, backend)
     encoding = next((way for way, supports in _ENCODINGS.items() if supports(plan)), "exact")
     few = if_static(lambda: x.size <= MOST_IN_FLOAT64[plan.is_power])
-    float64 = backend.float64 and (few or encoding == "exact")
+    float64 = backend.float64 and (few or encoding == "exact") and plan.second is None
     of_elements = float64 and grid_elements.supports_float64_encode(plan)
     # Float32 products may be rounded once more, to the plan's carrier, if they are exact.
     of_numbers = of_elements and (plan.carrier is plan.compute or plan.decoding in ("integers", "floats"))
@@ -99,7 +101,16 @@ def materialize_scales(scales: BlockScales, plan: ScaledPlan) -> BlockScales:
     """Scales, computed once for each group."""
     if plan.float64_numbers:
         return grid_elements.materialize_scale_pairs(scales, plan)
-    return BlockScales(*plan.backend.per_group((scales.value, scales.nan, scales.tensor)))
+    parts = plan.backend.per_group((scales.value, scales.nan, scales.tensor, scales.second))
+    return BlockScales(*parts[:3], second=parts[3])
+
+
+def _by_levels(run: Callable[[BlockScales, ScaledPlan], Array], scales: BlockScales, plan: ScaledPlan) -> Array:
+    """The results of a function of scales and plan; each group has one of its two levels, if the rule has two."""
+    if scales.second is None or plan.second is None:
+        return run(scales, plan)
+    alone = replace(scales, second=None)
+    return jnp.where(scales.second, run(alone, plan.second), run(alone, plan))
 
 
 def branch_on_range(
@@ -128,6 +139,8 @@ def encode_groups(
     x: Array, scales: BlockScales, plan: ScaledPlan, word: Array | None, zero: Array | None = None
 ) -> Array:
     """The codes of the quotients x / s, with zero points if there are any, rounded once to the element format."""
+    if scales.second is not None:
+        return _by_levels(lambda scales, plan: _to_codes(encode_groups(x, scales, plan, word), plan), scales, plan)
     if plan.float64_elements and not _is_number(zero):
         return grid_elements.encode_in_float64(x, scales, plan, word, zero)
     if zero is not None:
@@ -148,6 +161,8 @@ def round_groups(
     x: Array, scales: BlockScales, plan: ScaledPlan, word: Array | None, zero: Array | None = None
 ) -> Array:
     """The numbers of the codes of `encode_groups`."""
+    if scales.second is not None:
+        return _by_levels(lambda scales, plan: round_groups(x, scales, plan, word), scales, plan)
     if plan.float64_numbers and not _is_number(zero):
         return _narrow_products(grid_elements.round_in_float64(x, scales, plan, word, zero), scales, plan)
     if zero is not None:
@@ -166,6 +181,8 @@ def round_groups(
 
 def decode_groups(codes: Array, scales: BlockScales, plan: ScaledPlan, zero: Array | None = None) -> Array:
     """The numbers of codes."""
+    if scales.second is not None:
+        return _by_levels(lambda scales, plan: decode_groups(_from_codes(codes, plan), scales, plan), scales, plan)
     if zero is not None:
         counts, _ = grid_elements.decode_integers(codes, plan)
         return _subtract_zero_points(counts.astype(plan.compute.work), scales, zero, plan)
@@ -183,6 +200,18 @@ def decode_groups(codes: Array, scales: BlockScales, plan: ScaledPlan, zero: Arr
             products = elements.multiply_by_scales(levels, scales, plan)
             return codebook_elements.pick_product(codes, plan.backend.per_group(products))
     return elements.multiply_by_scales(decode_elements(codes, plan.element.format, plan.compute), scales, plan)
+
+
+def _to_codes(indexes: Array, plan: ScaledPlan) -> Array:
+    """Codes of levels; the other levels of a rule are integers in two's complement."""
+    fmt = plan.element.format
+    return indexes if not isinstance(fmt, CodebookFormat) else (indexes - len(fmt.levels) // 2) & ((1 << fmt.bits) - 1)
+
+
+def _from_codes(codes: Array, plan: ScaledPlan) -> Array:
+    """The inverse of `_to_codes`."""
+    fmt = plan.element.format
+    return codes if not isinstance(fmt, CodebookFormat) else (codes + len(fmt.levels) // 2) & ((1 << fmt.bits) - 1)
 
 
 def _is_number(zero: Array | None) -> bool:
@@ -241,11 +270,13 @@ class _GroupScales:
         scales: the scales of the groups.
         zero: their zero points, if the format has any.
         store: returns both in their stored form; a program that only rounds does not call it.
+        codes: the elements, if they were found under other scales than the ones that multiply them.
     """
 
     scales: BlockScales
     zero: Array | None
     store: Callable[[], tuple[ScaleArrays, Array | None]]
+    codes: Array | None = None
 
 
 # -- bodies ------------------------------------------------------------------------------------------------------------
@@ -269,10 +300,13 @@ def round_body(
     """
     plan = plan_to_encode(x, plan, backend)
     groups = _groups_of_plan(x.shape, plan)
-    group_scales = _fit_groups(x, _view_of_groups(x, groups, plan), groups, plan)
+    words = partial(_words_of_groups, x, seeds_and_starts, groups, place)
+    group_scales = _fit_groups(x, _view_of_groups(x, groups, plan), groups, plan, words)
 
     def run(plan: ScaledPlan) -> Array:
-        view, word = _view_of_groups(x, groups, plan), _words_of_groups(x, seeds_and_starts, groups, place)
+        if group_scales.codes is not None:
+            return groups.back(decode_groups(group_scales.codes, group_scales.scales, plan_to_decode(plan, backend)))
+        view, word = _view_of_groups(x, groups, plan), words()
         return groups.back(round_groups(view, group_scales.scales, plan, word, group_scales.zero))
 
     return branch_on_range(run, x, group_scales.scales, plan, group_scales.zero)
@@ -303,14 +337,17 @@ def quantize_body(
     if given:
         group_scales = _load_groups(arrays[:given], groups, plan)
     else:
-        group_scales = _fit_groups(x, _view_of_groups(x, groups, plan), groups, plan, stores=True)
+        words = partial(_words_of_groups, x, arrays, groups, place)
+        group_scales = _fit_groups(x, _view_of_groups(x, groups, plan), groups, plan, words, stores=True)
     scale_arrays = flatten_scales(*group_scales.store())
     if as_dtype is None:
         return scale_arrays
 
     def run(plan: ScaledPlan) -> Array:
         view, word = _view_of_groups(x, groups, plan), _words_of_groups(x, arrays[given:], groups, place)
-        codes = encode_groups(view, group_scales.scales, plan, word, group_scales.zero)
+        codes = group_scales.codes
+        if codes is None:
+            codes = encode_groups(view, group_scales.scales, plan, word, group_scales.zero)
         return lax.bitcast_convert_type(_pack_view(codes, groups, plan.fmt.bits), as_dtype)
 
     return branch_on_range(run, x, group_scales.scales, plan, group_scales.zero), *scale_arrays
@@ -331,14 +368,15 @@ def overflow_body(x: Array, *seeds_and_starts: Array, plan: ScaledPlan, place: S
     """Whether the rounded x / s + z is beyond the ends of the element format; NaN counts as inside."""
     groups = _groups_of_plan(x.shape, plan)
     view, word = _view_of_groups(x, groups, plan), _words_of_groups(x, seeds_and_starts, groups, place)
-    group_scales = _fit_groups(x, view, groups, plan)
+    group_scales = _fit_groups(x, view, groups, replace(plan, corrected=None))
     if group_scales.zero is not None:
         return groups.back(
             zero_points.is_beyond_ends(
                 view, zero_points.round_with_zero_points(view, group_scales.scales, group_scales.zero, plan, word), plan
             )
         )
-    return groups.back(elements.quotient_overflow_mask(view, group_scales.scales, plan, word))
+    overflows = partial(elements.quotient_overflow_mask, view, word=word)
+    return groups.back(_by_levels(overflows, group_scales.scales, plan))
 
 
 def flatten_scales(scale: ScaleArrays, zero: Array | None) -> tuple[Array, ...]:
@@ -388,12 +426,19 @@ def _unpack_view(code_bytes: Array, groups: Groups, bits: int) -> Array:
 # -- scales ------------------------------------------------------------------------------------------------------------
 
 
-def _fit_groups(x: Array, view: Array, groups: Groups, plan: ScaledPlan, stores: bool = False) -> _GroupScales:
+def _fit_groups(
+    x: Array,
+    view: Array,
+    groups: Groups,
+    plan: ScaledPlan,
+    words: Callable[[], Array | None] = lambda: None,
+    stores: bool = False,
+) -> _GroupScales:
     """Scales and zero points of the groups of `x`, computed once for each group.
 
     Otherwise a compiler may compute them again for every element, or take minutes to compile the fused program. They
-    are also materialized before they are stored, so that both uses share one computation. `stores` as in
-    `choose_scales`.
+    are also materialized before they are stored, so that both uses share one computation. `words` gives the random
+    words of the view. `stores` as in `choose_scales`.
     """
     fmt, zero = plan.fmt, None
     whole = tensor_scale(elements.widen_16_bit(x, plan.carrier), plan) if plan.rule.tensor_scale else None
@@ -408,7 +453,14 @@ def _fit_groups(x: Array, view: Array, groups: Groups, plan: ScaledPlan, stores:
         scales = BlockScales(groups.expand(fit_levels(groups.squeeze(largest), plan)))
     else:
         scales = choose_scales(view, groups.axes, plan, tensor, stores)
-    scales, zero = materialize_scales(scales, plan), plan.backend.per_group(zero)
+    scales, zero, codes = materialize_scales(scales, plan), plan.backend.per_group(zero), None
+    if plan.corrected is not None:
+        codes = encode_groups(view, scales, plan, None)
+        plan = plan_to_decode(plan, plan.backend)
+        scales = BlockScales(scale_magnitude(scales, plan), None, scales.tensor)
+        rounded = decode_groups(codes, scales, replace(plan, carrier=plan.compute))
+        scales = fitting.correct_scales(view, rounded, groups.axes, scales, plan, words())
+        scales = materialize_scales(scales, plan)
 
     def scale_arrays() -> ScaleArrays:
         own = groups.squeeze(store_scales(scales, plan))
@@ -421,7 +473,7 @@ def _fit_groups(x: Array, view: Array, groups: Groups, plan: ScaledPlan, stores:
         return zero_points.store_zero_points(zeros, plan) if fmt.zero_point == "float" else zeros
 
     if plan.of_scales is None:
-        return _GroupScales(scales, zero, lambda: plan.backend.per_group((scale_arrays(), zero_array())))
+        return _GroupScales(scales, zero, lambda: plan.backend.per_group((scale_arrays(), zero_array())), codes)
     parts = lax.optimization_barrier(_quantize_scales(lax.optimization_barrier(scale_arrays()), plan.of_scales))
     return _GroupScales(
         materialize_scales(_load_block_scales(parts, groups, plan), plan),

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jchop._common.checks import check, short_repr
@@ -304,6 +305,7 @@ class QuantizedFunction:
         progress: Callable[[int], object] | None = None,
         return_report: bool = False,
         scales: Scales | None = None,
+        donate: bool = False,
         key: Array | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -331,6 +333,9 @@ class QuantizedFunction:
             progress: a function of the number of batches that were run.
             return_report: whether a `jchop.ptq.PtqReport` is returned, too; it needs `batches`. Default False.
             scales: the scales of a call, if parameters have learned scales. They become part of the packed parameters.
+            donate: whether each array of `params` that is packed is deleted as soon as its codes exist, as by
+                ``donate_argnums``. So memory does not hold all of both. Not with `batches`, which run the arrays.
+                Default False.
             key: a typed key, needed if a rounding is stochastic. Default: the key of `quantize_fn`.
             **kwargs: keyword arguments as in a call.
 
@@ -358,7 +363,8 @@ class QuantizedFunction:
             check_data_arguments(
                 steps=steps, resume=resume, memory=memory, progress=progress, return_report=return_report
             )
-            return self._pack(CallArguments(params, args, kwargs), scales, key, again=False)
+            return self._pack(CallArguments(params, args, kwargs), scales, key, again=False, donate=donate)
+        check(not donate, "donate=True: batches run the parameters in full precision; leave donate out")
         check(scales is None, "scales: parameters with learned scales are packed without batches")
         pack_with_data = load_name("jchop.ptq._quantize", "pack_with_data")
         key = self.key if key is None else key
@@ -373,10 +379,15 @@ class QuantizedFunction:
         """Packs the parameters that are not packed yet, as `pack` does."""
         return self._pack(CallArguments(params, args, kwargs), scales, key, again=True)
 
-    def _pack(self, call: CallArguments, scales: Scales | None, key: Array | None, again: bool) -> Any:
+    def _pack(
+        self, call: CallArguments, scales: Scales | None, key: Array | None, again: bool, donate: bool = False
+    ) -> Any:
         _refuse_adapters(call)
         program = self._valid_program(call)
         leaves, scale_states = list(call.leaves), program.weights_with_state
+        for i in program.placements:  # before any array is deleted
+            if isinstance(call.values[i], Array | np.ndarray):
+                check_finite(call.values[i], f"params: {program.paths[i]!r}")
         for i, (placement, _) in program.placements.items():
             value = call.values[i]
             if is_packed_param(value) and again:
@@ -398,8 +409,9 @@ class QuantizedFunction:
                         f"{program.rule_of(i)}: a history of scales is for training; leave scale_from out to pack"
                     )
                 scale = weight_scale_entry(*scale_states[i], value, scales)
-            check_finite(value, f"params: {program.paths[i]!r}")
             leaves[call.places[i]] = placement.pack(placement.rotate(jnp.asarray(value)), round_key, scale)
+            if donate and isinstance(value, Array) and not any(value is leaf for leaf in leaves):
+                value.delete()
         return jax.tree.unflatten(call.tree, leaves)[0][0]
 
     def report(self, params: Any, *args: Any, platform: str | None = None, **kwargs: Any) -> ProgramReport:

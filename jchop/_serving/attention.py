@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -96,7 +97,9 @@ def dot_product_attention(
             tokens <= slots, f"query has {tokens} tokens, and the rolling cache {slots} slots: attend in smaller chunks"
         )
         window = cache.window if window is None else window
-    page_size = cache.slot_positions.shape[1] if cache.table is not None else 1
+    page_size = cache.slot_positions.shape[1]
+    if cache.table is None:
+        page_size = math.lcm(cache.key_slots.group, cache.value_slots.group)
     block = min(max(check_int("block_size", block_size, 1) // page_size, 1) * page_size, slots)
     scale = size**-0.5 if scale is None else scale
     query_positions = cache.query_positions(positions, tokens)
@@ -144,7 +147,7 @@ def _attend_in_blocks(
     def add_tokens(keys: KVRows, values: KVRows, positions: Array, sums: Any) -> Any:
         running_max, running_sum, weighted_sum = sums
         mask = attention_mask(query_positions, positions, is_causal, window)[:, None, None]
-        k, v = (masked_numbers(rows, positions[:, None]).astype(dtype) for rows in (keys, values))
+        k, v = (masked_numbers(rows, positions[:, None], 2).astype(dtype) for rows in (keys, values))
         scores = multiply("bngth,bnsh->bngts", q, k) * jnp.asarray(scale, dtype)
         scores = jnp.where(mask, scores, -jnp.inf)
         new_max = jnp.maximum(running_max, jnp.max(scores, axis=-1, keepdims=True))

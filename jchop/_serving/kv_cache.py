@@ -31,6 +31,8 @@ _KVSpec = SpecLike | None
 NO_PAGE = -1
 #: Rows of slots, slots, heads, head_dim.
 KV_NDIM = 4
+#: The axis of slots.
+TOKEN_AXIS = -3
 #: The position of a slot without a token.
 NO_TOKEN = -1
 
@@ -41,8 +43,9 @@ class KVRows:
     """Keys or values in rows of slots: each slot holds one token.
 
     Args:
-        words: the leaves of a QArray, or the numbers, each in the shape (rows, slots, heads, ...). Floats of fewer than
-            32 bits are stored as integers of the same bits. XLA's CPU backend would convert all of them in every write
+        words: the leaves of a QArray, or the numbers, each in the shape (rows, slots, heads, ...). With scales for
+            groups of tokens, (rows, groups, heads, head_dim, ...): packed along tokens. Floats of fewer than 32 bits
+            are stored as integers of the same bits. XLA's CPU backend would convert all of them in every write
             (`short_floats_converted_whole`).
         spec: the spec of the QArray; None for numbers.
         size: head_dim.
@@ -61,6 +64,11 @@ class KVRows:
         words = tuple(jnp.zeros(leaf.shape, _kv_word_dtype(leaf.dtype)) for leaf in leaves)
         return KVRows(words, spec, shape[-1], np.dtype(dtype))
 
+    @property
+    def group(self) -> int:
+        """Number of tokens that share the scale of a channel; 1 if each token has its own."""
+        return _tokens_of_group(self.spec)
+
     def part(self, take: Callable[[Array], Array]) -> KVRows:
         """Some of the slots; `take` gives them of any leaf."""
         return replace(self, words=tuple(map(take, self.words)))
@@ -70,7 +78,7 @@ class KVRows:
         return self.part(lambda word: jnp.swapaxes(word, 1, 2))
 
     def write(self, new: Array, row: Array, slot: Array) -> KVRows:
-        """With new tokens in their slots; tokens whose row does not exist are not written."""
+        """With new tokens in their slots, or groups of tokens in theirs, if their row exists."""
         leaves = jax.tree.leaves(_quantize_kv_rows(new.astype(self.dtype), self.spec))
         words = (
             old.at[row, slot].set(lax.bitcast_convert_type(leaf, old.dtype), mode="drop")
@@ -78,23 +86,28 @@ class KVRows:
         )
         return replace(self, words=tuple(words))
 
-    def numbers(self) -> Array:
-        """The tokens as numbers."""
+    def numbers(self, slot_axis: int = 1) -> Array:
+        """The tokens as numbers; `slot_axis` is 2 after `heads_first`."""
         tree, dtypes = _kv_rows_structure(self.spec, self.size, self.dtype)
         leaves = (lax.bitcast_convert_type(word, dtype) for word, dtype in zip(self.words, dtypes, strict=True))
         tokens = jax.tree.unflatten(tree, leaves)
-        return dequantize(tokens) if isinstance(tokens, QArray) else tokens
+        numbers = dequantize(tokens) if isinstance(tokens, QArray) else tokens
+        if self.group == 1:
+            return numbers
+        numbers = jnp.moveaxis(numbers, -1, slot_axis + 1)
+        return lax.collapse(numbers, slot_axis, slot_axis + 2)
 
 
-def masked_numbers(rows: KVRows, positions: Array) -> Array:
+def masked_numbers(rows: KVRows, positions: Array, slot_axis: int = 1) -> Array:
     """Keys or values as numbers, 0 in slots without a token: another sequence's NaN times a weight of 0 is NaN.
 
     Args:
         rows: the keys or values.
         positions: the positions of their tokens, in the shape of `rows` without head_dim; the axis of heads may have
             length 1.
+        slot_axis: as in `KVRows.numbers`.
     """
-    return jnp.where((positions != NO_TOKEN)[..., None], rows.numbers(), jnp.zeros((), rows.dtype))
+    return jnp.where((positions != NO_TOKEN)[..., None], rows.numbers(slot_axis), jnp.zeros((), rows.dtype))
 
 
 def kv_rows_spec(name: str, spec: Any) -> Spec | None:
@@ -109,12 +122,29 @@ def kv_rows_spec(name: str, spec: Any) -> Spec | None:
     if spec.scaled is not None:
         with place_in_errors(f"{name}={str(spec)!r}"):
             spec = replace(spec, format=axes_from_end(spec.scaled, KV_NDIM))
-    check_cache_spec(name, spec)
+    check_cache_spec(name, spec if _tokens_of_group(spec) == 1 else _along_last_axis(spec))
     return spec
 
 
+def _tokens_of_group(spec: Spec | None) -> int:
+    fmt = None if spec is None else spec.scaled
+    return fmt.group if fmt is not None and fmt.axis == TOKEN_AXIS and isinstance(fmt.group, int) else 1
+
+
+def _along_last_axis(spec: Spec) -> Spec:
+    """The spec of groups of tokens after their axis was moved to the end."""
+    assert spec.scaled is not None
+    return replace(spec, format=spec.scaled(axis=-1))
+
+
 def _quantize_kv_rows(x: Array, spec: Spec | None) -> QArray | Array:
-    return x if spec is None else quantize(x, spec)
+    if spec is None:
+        return x
+    group = _tokens_of_group(spec)
+    if group == 1:
+        return quantize(x, spec)
+    groups = x.reshape(x.shape[0], -1, group, *x.shape[2:])
+    return quantize(jnp.moveaxis(groups, 2, -1), _along_last_axis(spec))
 
 
 def _abstract_kv_rows(shape: Sequence[int], spec: Spec | None, dtype: Any) -> Any:
@@ -125,7 +155,7 @@ def _abstract_kv_rows(shape: Sequence[int], spec: Spec | None, dtype: Any) -> An
 @lru_cache(maxsize=64)
 def _kv_rows_structure(spec: Spec | None, size: int, dtype: np.dtype) -> tuple[Any, tuple[np.dtype, ...]]:
     """The structure of stored tokens, and the dtypes of its leaves."""
-    leaves, tree = jax.tree.flatten(_abstract_kv_rows((1,) * (KV_NDIM - 1) + (size,), spec, dtype))
+    leaves, tree = jax.tree.flatten(_abstract_kv_rows((1, _tokens_of_group(spec), 1, size), spec, dtype))
     return tree, tuple(leaf.dtype for leaf in leaves)
 
 
@@ -199,15 +229,16 @@ class KVCache:
         Args:
             shape: (batch, length, kv_heads, head_dim); `length` is the number of tokens of a sequence at most.
             keys: the spec of keys: a plain format, or one with groups along head_dim. Examples are
-                ``"int8(group=all)"``, with one scale for each token and head, and ``"int4(group=32)"``. Default None:
-                not rounded.
+                ``"int8(group=all)"``, with one scale for each token and head, and ``"int4(group=32)"``. In
+                ``"uint2(group=32,axis=1,zero_point=integer)"`` each channel has a scale for 32 tokens, as the keys of
+                KIVI (arXiv 2402.02750); it needs `recent`. Default None: not rounded.
             values: likewise, of values.
             dtype: of the numbers: float32 (default), bfloat16, float16 or float64.
             rotation: a `jchop.Hadamard`, such as ``Hadamard("all")``. It rotates keys and values along head_dim before
                 they are rounded, which spreads outliers, as in TurboQuant (arXiv 2504.19874). Attention rotates
                 queries, and its result back. Default None.
             recent: the number of last tokens of a sequence that are read as they came, from slots of their own in
-                `dtype`. Default 0.
+                `dtype`. Groups of tokens need at least a group. Default 0.
 
         Raises:
             TypeError, ValueError: for another shape or dtype, a spec that rounds tokens or heads together, or a
@@ -271,7 +302,8 @@ class KVCache:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """Shape of `keys` and `values`: (batch, slots of a sequence, kv_heads, head_dim)."""
-        rows, slots, heads = self.key_slots.words[0].shape[:3]
+        rows, slots = self.slot_positions.shape
+        heads = self.key_slots.words[0].shape[2]
         batch, columns = (rows, 1) if self.table is None else self.table.shape
         return batch, columns * slots, heads, self.key_slots.size
 
@@ -306,11 +338,14 @@ class KVCache:
     def _numbers(self, rows: KVRows, name: str, positions: Array) -> Array:
         """Keys or values in all slots, with the recent tokens as they came, and rotated back."""
         numbers = masked_numbers(rows, positions[:, :, None])
-        if self.recent is not None:
-            slots = (positions % self.recent.slot_positions.shape[1])[:, :, None, None]
-            own = jnp.take_along_axis(getattr(self.recent, name).numbers(), slots, axis=1)
-            numbers = jnp.where(self.is_recent(positions)[:, :, None, None], own, numbers)
-        return self.rotate_back(numbers)
+        return self.rotate_back(numbers if self.recent is None else self._with_recent(numbers, name, positions))
+
+    def _with_recent(self, numbers: Array, name: str, positions: Array) -> Array:
+        """The numbers of tokens at these positions, of which the recent ones are as they came."""
+        assert self.recent is not None
+        slots = (positions % self.recent.slot_positions.shape[1])[:, :, None, None]
+        own = jnp.take_along_axis(getattr(self.recent, name).numbers(), slots, axis=1)
+        return jnp.where(self.is_recent(positions)[:, :, None, None], own, numbers)
 
     def is_recent(self, positions: Array) -> Array:
         """Which tokens of each sequence are read from `recent`, in the shape of `positions`, (batch, slots)."""
@@ -383,13 +418,16 @@ class KVCache:
     def _write_tokens(self, k: Array, v: Array, position: Array) -> KVCache:
         batch, capacity, _, _ = self.shape
         rows, slots = self.slot_positions.shape
-        is_token = position >= 0
+        is_token, in_groups = position >= 0, max(self.key_slots.group, self.value_slots.group) > 1
         lengths = jnp.maximum(self.lengths, jnp.max(position, axis=1, initial=NO_TOKEN) + 1)
         row, slot, table = jnp.broadcast_to(jnp.arange(batch)[:, None], position.shape), position, self.table
         if self.window is not None:
             slot, fits, overflow = position % slots, is_token & (position >= lengths[:, None] - slots), None
         else:
             fits = is_token & (position < capacity)
+            if in_groups:
+                first = jnp.min(position, axis=1, keepdims=True, where=is_token, initial=capacity)
+                fits &= position < first + position.shape[1]
             if table is not None:
                 page = position // slots
                 table = _assign_pages(table, rows, page, fits, min(table.size, position.size))
@@ -397,16 +435,47 @@ class KVCache:
                 slot, fits = position % slots, fits & (row != NO_PAGE)
             overflow = is_token & ~fits
         row = jnp.where(fits, row, rows)  # a row that does not exist: nothing is written
+        write = partial(self._write_rows, row=row, slot=slot, position=jnp.where(fits, position, -1), table=table)
         return replace(
             self,
-            key_slots=self.key_slots.write(k, row, slot),
-            value_slots=self.value_slots.write(v, row, slot),
+            key_slots=write("key_slots", k),
+            value_slots=write("value_slots", v),
             slot_positions=self.slot_positions.at[row, slot].set(position, mode="drop"),
             lengths=lengths,
             overflowed=self.overflowed if overflow is None else self.overflowed | overflow.any(axis=1),
             table=table,
             recent=None if self.recent is None else self.recent._write_tokens(k, v, position),
         )
+
+    def _write_rows(self, name: str, new: Array, *, row: Array, slot: Array, position: Array, table: Any) -> KVRows:
+        """Keys or values with new tokens; groups that have one are rounded from their tokens in `recent`."""
+        stored: KVRows = getattr(self, name)
+        group, slots = stored.group, self.slot_positions.shape[1]
+        if group == 1:
+            return stored.write(new, row, slot)
+        assert self.recent is not None
+        batch, capacity, _, _ = self.shape
+        sequence, is_token = jnp.arange(batch)[:, None], position >= 0
+        count = min((new.shape[1] + group - 2) // group + 1, capacity // group)
+        first = jnp.min(position, axis=1, keepdims=True, where=is_token, initial=capacity) // group
+        first = jnp.minimum(first, capacity // group - count)
+        index = first + jnp.arange(count)
+        row, slot = jnp.broadcast_to(sequence, index.shape), index % (slots // group)
+        if table is not None:
+            row = table[sequence, index // (slots // group)]
+        # The tokens of these groups: new, recent, or stored.
+        place = sequence, jnp.where(is_token, position - first * group, count * group)
+        has_new = jnp.zeros((batch, count * group), bool).at[place].set(True, mode="drop")
+        positions = first * group + jnp.arange(count * group)
+        slot_positions = self.slot_positions.reshape(-1, slots // group, group)[row, slot].reshape(positions.shape)
+        is_stored = (slot_positions == positions) & jnp.repeat(row != NO_PAGE, group, axis=1)
+        old = masked_numbers(
+            stored.part(lambda word: word[row, slot]), jnp.where(is_stored, positions, NO_TOKEN)[:, :, None]
+        )
+        old = self._with_recent(old, name, positions)
+        has_new = has_new.reshape(batch, count, group).any(axis=2)
+        row = jnp.where(has_new & (row != NO_PAGE), row, self.slot_positions.shape[0])
+        return stored.write(old.at[place].set(new.astype(self.dtype), mode="drop"), row, slot)
 
     def release(self, ended: Any) -> KVCache:
         """A cache in which some sequences have no tokens, so that others can begin there; their pages are free.
@@ -518,7 +587,12 @@ class KVCache:
     def part(self, start: Any, count: int) -> tuple[KVRows, KVRows, Array]:
         """Keys, values and positions of `count` slots of each sequence from `start` on, which are on whole pages."""
         if self.table is None:
-            take = partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=count, axis=1)
+
+            def take(leaf: Array) -> Array:
+                group = self.slot_positions.shape[1] // leaf.shape[1]
+                at = start if group == 1 else start // group
+                return lax.dynamic_slice_in_dim(leaf, at, count // group, axis=1)
+
             positions = jnp.maximum(take(self.slot_positions), NO_TOKEN)
         else:
             page_size = self.slot_positions.shape[1]
@@ -558,6 +632,13 @@ class KVCache:
         values = np.asarray(positions)
         capacity = self.shape[1]
         wrong = values[(values < NO_TOKEN) | ((values >= capacity) & (self.window is None))]
+        if max(self.key_slots.group, self.value_slots.group) > 1 and values.size:
+            lows = np.min(values, axis=-1, where=values >= 0, initial=capacity)
+            span = int(np.max(np.max(values, axis=-1) - lows)) + 1
+            check(
+                span <= values.shape[-1],
+                f"positions span {span} tokens; with groups of tokens they must be within {values.shape[-1]}",
+            )
         if wrong.size:
             raise ValueError(
                 f"positions hold {wrong.flat[0]}; the cache has slots for 0 to {capacity - 1}, and -1 is padding"
@@ -610,6 +691,7 @@ def _empty_cache(
     recent: int = 0, window: int | None = None,
 ) -> KVCache:  # fmt: skip
     dtype, size = jnp.dtype(dtype), shape[-1]
+    keys, values = kv_rows_spec("keys", keys), kv_rows_spec("values", values)
     if rotation is not None:
         if not isinstance(rotation, Hadamard):
             raise TypeError(f"rotation={rotation!r} must be a jchop.Hadamard, such as Hadamard('all')")
@@ -618,9 +700,15 @@ def _empty_cache(
     recent = check_int("recent", recent, 0)
     if dtype.name not in CARRIERS:
         raise TypeError(f"dtype={dtype.name} must be one of {', '.join(CARRIERS)}")
+    for name, group in (("keys", _tokens_of_group(keys)), ("values", _tokens_of_group(values))):
+        if group > 1:
+            hint = f"groups of {group} tokens in {name} need"
+            check(window is None, f"{hint} KVCache.full or KVCache.paged, not a rolling cache")
+            check(recent >= group, f"{hint} recent={group} or more, for tokens of the last group; it is {recent}")
+            check(shape[1] % group == 0, f"{hint} a length, or page_size, that is a multiple; it is {shape[1]}")
     return KVCache(
-        KVRows.empty(shape, kv_rows_spec("keys", keys), dtype),
-        KVRows.empty(shape, kv_rows_spec("values", values), dtype),
+        KVRows.empty(shape, keys, dtype),
+        KVRows.empty(shape, values, dtype),
         jnp.full(shape[:2], NO_TOKEN, jnp.int32),
         jnp.zeros(batch, jnp.int32),
         jnp.zeros(batch, bool),

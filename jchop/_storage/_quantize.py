@@ -418,6 +418,8 @@ def _check_scale_values(scale: _codes.Scale, spec: Spec, shape: tuple[int, ...])
     for part in [*values, *flatten_scales(scale, None)]:
         assert isinstance(fmt.scale, ElementFormat)
         numbers = _distinct_values(part, fmt.scale)
+        if fmt.scale_rule.second is not None and part is scale[0]:
+            numbers = abs(numbers)  # a sign says which levels
         wrong = numbers[~(np.isfinite(numbers) & (numbers > 0))]
         _refuse_numbers("scale", wrong, spec, "scales must be finite and above zero")
 

@@ -15,13 +15,17 @@ from jchop._spec.accumulation import MatmulSpec
 _FLOAT8_ROWS = "float8_e4m3fn(group=all,scale=e8m0fnu,rule=rceil)"
 _MXFP8 = "mxfp8_e4m3(rule=rceil)"
 _MXFP4_STOCHASTIC = "mxfp4(rule=floor_unclipped):stochastic"
-_MXFP4_BACKWARD = dict.fromkeys(("input_gradient", "weight_gradient"), _MXFP4_STOCHASTIC)
 
 
 def _recipe_fields(forward: str, gradient: str | None = None, **more: Any) -> Mapping[str, Any]:
     return MappingProxyType(
         {"weight": forward, "activation": forward, "gradient": forward if gradient is None else gradient, **more}
     )
+
+
+def _backward(text: str) -> dict[str, str]:
+    """The fields that round all four operands of the backward products alike."""
+    return dict.fromkeys(("gradient", "input_gradient", "weight_gradient"), text)
 
 
 #: The fields of the rule of each recipe.
@@ -44,15 +48,18 @@ RECIPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         # Tseng et al., arXiv 2502.20586, algorithms 2 and 3: both operands of both backward products are rotated, and
         # rounded stochastically under scales that clip nothing.
         "mxfp4": _recipe_fields(
-            "mxfp4(rule=rceil)", _MXFP4_STOCHASTIC, **_MXFP4_BACKWARD, rotation=Hadamard(64, products="both")
+            "mxfp4(rule=rceil)", **_backward(_MXFP4_STOCHASTIC), rotation=Hadamard(64, products="both")
         ),
         # Castro et al., arXiv 2505.14669, algorithm 1: the same backward, and forward operands rotated too, clipped
         # where normal numbers lose least; no gradient where they are clipped.
         "mxfp4_quartet": _recipe_fields(
-            "mxfp4(rule=quest):gradient=clipped",
-            _MXFP4_STOCHASTIC,
-            **_MXFP4_BACKWARD,
-            rotation=Hadamard(32, products="all"),
+            "mxfp4(rule=quest):gradient=clipped", **_backward(_MXFP4_STOCHASTIC), rotation=Hadamard(32, products="all")
+        ),
+        # Panferov et al., arXiv 2601.22813: four over six forward; MS-EDEN backward, which draws signs and scales.
+        "nvfp4_quartet2": _recipe_fields(
+            "nvfp4(rule=four_over_six)",
+            **_backward("nvfp4(rule=eden):stochastic"),
+            rotation=Hadamard(128, "random", products="both"),
         ),
         # DeepSeek-V3, arXiv 2412.19437, section 3.3: rows of 128, tiles of 128 x 128, sums of 128 products, added in
         # float32.
@@ -86,26 +93,32 @@ def recipe(name: str, path: str = "*", **changes: Any) -> Rule:
     = Q(W)^T. They are ``"float8_tensorwise"``, ``"float8_delayed"``, ``"nvfp4"``, ``"ibm_fp8"``, ``"ibm_hybrid_fp8"``,
     ``"wage"`` and, for weights with two axes, ``"deepseek_fp8"``. Others do not, by design, because their scales are
     for rows or blocks along the sum of each product. They are ``"float8_rowwise"``, ``"float8_rowwise_with_gw_hp"``,
-    ``"mxfp8"``, ``"mxfp4"``, ``"mxfp4_quartet"``, ``"int8"`` and ``"int8_stochastic"``.
+    ``"mxfp8"``, ``"mxfp4"``, ``"mxfp4_quartet"``, ``"nvfp4_quartet2"``, ``"int8"`` and ``"int8_stochastic"``.
 
-    ``"nvfp4"`` and ``"mxfp4"`` rotate the operands of backward products (`jchop.Hadamard`). Convolutions and experts
-    have no rotation: give them a rule of their own, ``recipe(name, operation="conv", rotation=None)``, before the
-    other. The published runs keep the first and the last blocks, the embeddings and the last layer in high precision.
-    For this, put the rules of `keep_wide` before the recipe. Four over six is an option of NVIDIA's recipe:
-    ``recipe("nvfp4", activation="nvfp4(rule=four_over_six)")``. The weight, in tiles, and the gradient have the same
-    option.
+    ``"nvfp4"``, ``"mxfp4"`` and ``"nvfp4_quartet2"`` rotate the operands of backward products (`jchop.Hadamard`).
+    Convolutions and experts have no rotation: give them a rule of their own, ``recipe(name, operation="conv",
+    rotation=None)``, before the other. The published runs keep the first and the last blocks, the embeddings and the
+    last layer in high precision. For this, put the rules of `keep_wide` before the recipe. Four over six is an option
+    of NVIDIA's recipe: ``recipe("nvfp4", activation="nvfp4(rule=four_over_six)")``. The weight, in tiles, and the
+    gradient have the same option.
 
     In ``"mxfp4"`` and ``"mxfp4_quartet"`` all four operands of the backward products are rounded stochastically. Each
     product is right on average, since the rule ``floor_unclipped`` clips nothing. Its scales are 4/3 of the powers of
     two of OCP: the papers' factor of 3/4 before the rounding and 16/9 after the product.
 
-    Some things differ from the papers. Signs of rotations are fixed, not drawn in each step, and ``"mxfp4_quartet"``
-    rotates forward operands with them too. Tseng et al. have the forward product in bfloat16 or float8; here it is in
-    MXFP4. Theirs is ``recipe("mxfp4", weight="bfloat16", activation="bfloat16")``. Castro et al. pass the rounded x and
-    w to the backward products; here x and w come from full precision. They have no gradient of numbers beyond the
-    largest element; here numbers that round beyond it, 7/6 of it and more, have none. Their released kernels divide by
-    the standard deviation of a block, plus 1e-8. QuEST (arXiv 2502.05003), and the rule ``quest`` here, divide by the
-    root mean square. ``"mxfp4_quartet"`` is for programs (`jchop.quantize_fn`,
+    ``"nvfp4_quartet2"`` draws the signs of rotations and rounds scales stochastically, not elements (the rule
+    ``eden``). Each backward product is right on average over both draws, if a sum has a whole block of 128. Sums of
+    fewer numbers need a smaller block: ``rotation=jc.Hadamard(64, "random", products="both")``. The authors pass the
+    rounded x and w to the backward products, and divide by 6.07 in place of 6. One of their two kernels corrects the
+    scales of a whole block of 128 by one factor; the other one each scale, as here.
+
+    Some things differ from the papers. Signs of rotations are fixed in ``"mxfp4"`` and ``"mxfp4_quartet"``, not drawn
+    in each step, and ``"mxfp4_quartet"`` rotates forward operands with them too. Tseng et al. have the forward product
+    in bfloat16 or float8; here it is in MXFP4. Theirs is ``recipe("mxfp4", weight="bfloat16", activation="bfloat16")``.
+    Castro et al. pass the rounded x and w to the backward products; here x and w come from full precision. They have no
+    gradient of numbers beyond the largest element; here numbers that round beyond it, 7/6 of it and more, have none.
+    Their released kernels divide by the standard deviation of a block, plus 1e-8. QuEST (arXiv 2502.05003), and the
+    rule ``quest`` here, divide by the root mean square. ``"mxfp4_quartet"`` is for programs (`jchop.quantize_fn`,
     ``jc.nn.quantize(model, rules, inputs=...)``).
 
     ``"int8"``, ``"int8_stochastic"`` and ``"deepseek_fp8"`` multiply codes. With ``product="codes"`` so do ``"mxfp8"``,
@@ -123,7 +136,8 @@ def recipe(name: str, path: str = "*", **changes: Any) -> Rule:
             with scales chosen anew for each tensor. ``"float8_delayed"``: tensorwise, with scales from a
             `DelayedScaling`; longer or shorter by ``scale_from=``. ``"mxfp8"`` (OCP): blocks of 32 along the sum of
             each product. ``"mxfp4"`` (Tseng et al., AISTATS 2025): backward products of stochastic operands, rotated.
-            ``"mxfp4_quartet"`` (Castro et al., NeurIPS 2025): the forward product rotated and clipped, too. ``"nvfp4"``
+            ``"mxfp4_quartet"`` (Castro et al., NeurIPS 2025): the forward product rotated and clipped, too.
+            ``"nvfp4_quartet2"`` (Panferov et al., arXiv 2601.22813): four over six, and MS-EDEN gradients. ``"nvfp4"``
             (NVIDIA): weights in tiles of 16 x 16, stochastic gradients, dw rotated. ``"deepseek_fp8"``: rows of 128,
             tiles of 128 x 128, sums of 128 products in float32. ``"int8"``: torchao's int8 mixed precision.
             ``"int8_stochastic"``: the same, with operands rounded stochastically. ``"ibm_fp8"`` (Wang et al., NeurIPS

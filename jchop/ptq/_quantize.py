@@ -69,9 +69,9 @@ def pack_with_data(
         journal = Journal(resume, *run_facts(low, params, batches, plan, key, memory_limit))
     data = passes.BatchData(low, params, batches, key, progress)
     mapping_record = map_parameters(data, plan.mappings, memory_limit)
-    job = _CalibrationJob(data, plan, key, mapping_record, journal, tell, memory_limit)
+    job = _CalibrationJob(data, plan, key, mapping_record, journal, tell, memory_limit, in_order)
     if in_order or memory_limit is not None:
-        job.round_in_several_passes(in_order)
+        job.round_in_several_passes()
     else:
         job.round_in_one_pass()
     return job.result()
@@ -83,7 +83,9 @@ class _CalibrationJob:
     def __init__(
         self, data: passes.BatchData, steps: CalibrationSteps, key: Array | None, mapping_record: MappingRecord,
         journal: Journal | None, tell: Callable[[WeightRow, int, int], object] | None, memory: int | None,
+        in_order: bool,
     ) -> None:  # fmt: skip
+        self.in_order = in_order
         self.low, self.params, self.data, self.steps, self.key = data.low, data.params, data, steps, key
         self.mapping_record, self.journal, self.tell, self.memory = mapping_record, journal, tell, memory
         self.rows: list[WeightRow] = []
@@ -101,9 +103,10 @@ class _CalibrationJob:
         self._start(trace)
         self._round_stages([passes.StagePart(tuple(self.stages), (), None)], lambda _: sums)
 
-    def round_in_several_passes(self, in_order: bool) -> None:
+    def round_in_several_passes(self) -> None:
         """The same with the statistics of some weights at a time; or in order, by the model as it is rounded so far."""
         self._start(self.data.first())
+        in_order = self.in_order
         two_trajectories = in_order and (self.steps.correction is not None or self.steps.biases is not None)
         values, path_of = self.call.values, self.program.paths.__getitem__
         sizes = {i: passes.sum_bytes(site, values[i], two_trajectories) for i, site in self.weight_sites.items()}
@@ -158,12 +161,12 @@ class _CalibrationJob:
             self._store_bias(leaf, bias)
 
     def _store_weight(self, leaf: int, turn: tuple[int, ...], packed_weight: Any) -> None:
-        """Store a rounded weight, or a layer of a stack of them, and its values."""
-        new = packed_weight, unpack_param(packed_weight)
-        if turn:
-            old = self.low_leaves[leaf], self.values[leaf]
-            new = jax.tree.map(lambda stack, layer: stack.at[turn].set(layer), old, new)
-        self.low_leaves[leaf], self.values[leaf] = new
+        """Store a rounded weight, or a layer of a stack of them, and its values if later steps read them."""
+        new = [(self.low_leaves, packed_weight)]
+        if leaf in self.values:
+            new.append((self.values, unpack_param(packed_weight)))
+        for own, value in new:
+            own[leaf] = jax.tree.map(lambda a, b: a.at[turn].set(b), own[leaf], value) if turn else value
 
     def _store_bias(self, leaf: int, bias: Array) -> None:
         """Store a corrected bias, and its values as its rule rounds them."""
@@ -200,15 +203,19 @@ class _CalibrationJob:
         self.leaves, self.tree = jax.tree.flatten(packed_params, is_leaf=is_packed_param)
         packed_leaves = {i: self.leaves[self.call.places[i]] for i in placements}
         self.low_leaves: dict[int, Any] = {i: packed_leaves[i] for i in weight_sites}
-        self.values = {i: unpack_param(v) for i, v in packed_leaves.items() if i not in weight_sites}
-        self.values |= {i: placements[i][0].rotate(jnp.asarray(self.call.values[i])) for i in weight_sites}
+        for i in weight_sites:
+            self.leaves[self.call.places[i]] = None  # `low_leaves` has it
+        weights = (i for i in weight_sites if i in self.sites.others)
+        self.nearest = {i: unpack_param(packed_leaves[i]) for i in weights if placements[i][0].rotation is None}
+        others = (i for i in packed_leaves if self.in_order and i not in weight_sites)
+        self.values = {i: unpack_param(packed_leaves[i]) for i in others}
+        kept = weight_sites if self.in_order else self.nearest  # a pass in full precision reads none of the values
+        self.values |= {i: placements[i][0].rotate(jnp.asarray(self.call.values[i])) for i in kept}
         self.stages = list(self.sites.stages(list(weight_sites)))
         other_layers = self.sites.other_layers(self.program, self.stages)
         self.other_layers = [layer for layer in other_layers if layer[0] in weight_sites]
-        for leaf, indexes, _ in self.other_layers:
+        for leaf, indexes, _ in (layer for layer in self.other_layers if layer[0] in self.values):
             self.values[leaf] = self.values[leaf].at[indexes].set(unpack_param(packed_leaves[leaf])[indexes])
-        weights = (i for i in weight_sites if i in self.sites.others)
-        self.nearest = {i: unpack_param(packed_leaves[i]) for i in weights if placements[i][0].rotation is None}
         self.biases: dict[int, Array] = {}  # corrected ones, before they are rounded
         self.bias_sites, self.no_bias = dict[int, BiasSite](), dict[int, str]()
         if self.steps.biases is not None:
@@ -327,7 +334,7 @@ class _CalibrationJob:
         shape = tuple(self.program.shapes[leaf][len(turn) :])
         row = WeightRow(self._path(leaf, turn), shape, "", method="", note=note)
         if leaf in self.program.placements:
-            array = self.leaves[self.call.places[leaf]]
+            array = self.low_leaves.get(leaf, self.leaves[self.call.places[leaf]])
             factors = self.mapping_record.online.get(leaf)
             nbytes = array.nbytes + (0 if factors is None else factors.nbytes)
             bits = 8 * nbytes / max(1, math.prod(array.shape))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -190,6 +191,12 @@ SOME = [
     ("uint8(group=(2,3),zero_point=float)", (7, 3, 4), "float64"),
     ("int2(group=6,zero_point=float,scale=e4m3fn):stochastic", (20, 12), "float32"),
     ("nf4(group=4,scale=uint8(group=3,zero_point=float))", (5, 22), "float32"),
+    (
+        "float4_e2m1fn(group=4,scale=float8_e4m3fn(group=all))",
+        (6, 20),
+        "float32",
+    ),  # scales of blocks under one of a row
+    ("int8(group=all,scale=float8_e4m3fn(group=tensor))", (9, 12), "float32"),  # by row and tensor
     ("nf4(group=8)", (6, 20), "float32"),
     ("nf4(group=4,scale=int8(group=3))", (5, 22), "float32"),
     ("dynamic4(channel=0,scale=dynamic8(group=4,axis=0))", (10, 4), "bfloat16"),
@@ -407,6 +414,118 @@ def test_four_over_six_takes_the_smaller_exact_error():
     back = np.asarray(dequantize_scaled(codes, (scales, tensor), None, spec=spec, shape=x.shape, dtype="float32"))
     error = (back.astype(np.float64) - x) ** 2
     assert abs(10 * np.log10((x.astype(np.float64) ** 2).sum() / error.sum()) - 21.221) < 0.001
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype"),
+    [
+        ("nvfp4(rule=int_or_float)", "float32"),
+        pytest.param("nvfp4(axis=0,rule=int_or_float):stochastic", "bfloat16", marks=pytest.mark.slow),
+        pytest.param(
+            "float6_e3m2fn(group=16,scale=float8_e4m3fn,rule=int_or_float)", "float64", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_each_group_has_the_levels_with_the_smaller_exact_error(text: str, dtype: str) -> None:
+    """IF4 (arXiv 2603.28765): scales with their signs, codes and numbers, as exact sums of squares choose."""
+    spec, rng = jc.Spec(text), np.random.default_rng(5)
+    rows = rng.standard_normal((24, 16)) * rng.uniform(0.01, 1, (24, 1)) ** 2
+    rows[::3] = rng.uniform(-1, 1, (8, 16))
+    rows[1], rows[2, :3] = 0, (np.inf, np.nan, -0.0)
+    x = rows.astype(cases.DTYPES[dtype])
+    x = x.T if "axis=0" in text else x
+    fmt, blocks = spec.scaled, scheme_of(spec).blocks
+    assert fmt is not None and isinstance(fmt.scale, jc.formats.FloatFormat)
+    seeds, n, draws = drawn(spec, x)
+    got = every_way(x, spec, seeds)
+    codes, numbers = (v.T if "axis=0" in text else v for v in (got["codes"], got["rounded"]))
+    stored, tensor = got["stored"][1]
+    scales = fmt.scale.decode(stored).ravel()
+    order = np.array(draws, object).reshape(x.shape)
+    order = order.T if "axis=0" in text else order
+    most = (1 << (fmt.bits - 1)) - 1
+    levels = [np.float32(i * fmt.element.max / most) for i in range(-most, most + 1)]
+    others = replace(blocks, element=oracle.codebook([float(v) for v in levels]))
+    whole = oracle_scaled.tensor_scale(values_of(x.ravel()), blocks)
+    assert whole == Fraction(float(tensor))
+    seen = set()
+    for row, values in enumerate(map(values_of, x.T if "axis=0" in text else x)):
+        scale = oracle_scaled.scale_of(values, blocks, whole)
+        assert isinstance(scale, Fraction) and abs(scales[row]) == scale
+        errors = [oracle_scaled.squares(oracle_scaled.finite(values), scale * whole, each) for each in (blocks, others)]
+        second = errors[1] < errors[0]
+        assert np.signbit(scales[row]) == second, (row, list(map(float, errors)))
+        seen.add(second)
+        for i, v in enumerate(values):
+            e = oracle_scaled.element_of(v, scale * whole, others if second else blocks, n, order[row, i])
+            want = oracle.to_bits(oracle_scaled.back(e, scale * whole, CARRIERS[dtype]), CARRIERS[dtype])
+            assert cases.bits(numbers[row : row + 1, i])[0] == want, (row, i)
+            code = codes[row, i]
+            if second:
+                signed = int(code) - (1 << fmt.bits) * (code > most)
+                assert Fraction(float(levels[signed + most])) == e, (row, i)
+            else:
+                assert value_of(fmt.element.decode(codes[row : row + 1, i])[0]) == e
+    assert seen == {False, True}
+    np.testing.assert_array_equal(cases.bits(got["dequantized"]), cases.bits(got["rounded"]))
+    assert fmt.bits_per_element() == fmt.bits + 0.5
+    with pytest.raises(ValueError, match="levels of two formats"):
+        jc.encode_checkpoint(
+            {"w.weight": jc.quantize(jnp.ones((16, 16)), "nvfp4(rule=int_or_float)")}, "compressed-tensors"
+        )
+
+
+def eden(row: np.ndarray, whole: Fraction, blocks: Blocks) -> tuple[list[list[Fraction]], list[Fraction]]:
+    """The elements of blocks of 16, and the scales that multiply them, not rounded yet (arXiv 2601.22813)."""
+    elements, scales = [], []
+    for values in map(values_of, row.reshape(-1, 16)):
+        scale = oracle_scaled.scale_of(values, blocks, whole)
+        assert isinstance(scale, Fraction)
+        e: Any = [oracle_scaled.element_of(v, scale * whole, blocks) for v in values]
+        pairs = list(zip(oracle_scaled.finite(values), oracle_scaled.finite(e), strict=True))
+        elements.append(e)
+        shared = sum(x * y * scale * whole for x, y in pairs)
+        scales.append(scale * sum(x * x for x, _ in pairs) / shared if shared else scale)
+    return elements, scales
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_eden_moves_the_draws_from_elements_to_scales(dtype: str) -> None:
+    """Elements to nearest, scales to a neighbour of the exact corrected one, right on average; half the error."""
+    x = jnp.asarray(np.random.default_rng(3).standard_normal((256, 128)), dtype)
+    x = x.at[0, :16].set(0).at[0, 16].set(7e-4 if dtype == "float32" else 0)
+    near, spec = jc.Spec("nvfp4(rule=eden)"), jc.Spec("nvfp4(rule=eden):stochastic")
+    blocks = scheme_of(near).blocks
+    assert spec.scaled is not None and isinstance(spec.scaled.scale, jc.formats.FloatFormat)
+    largest = Fraction(float(jnp.abs(x).max()))
+    whole = oracle_scaled.tensor_scale([largest], blocks)
+    elements, asked = eden(np.asarray(x[0]), whole, blocks)
+
+    def drawn(key: Any) -> Any:
+        codes, (scales, tensor), _ = quantize_scaled(x, *seed_words(key), spec=spec)
+        return unpack_codes(codes[0], 4, 128), scales[0], tensor
+
+    codes, scales, tensor = jax.tree.map(np.asarray, jax.jit(jax.vmap(drawn))(jax.random.split(jax.random.key(0), 256)))
+    assert {Fraction(float(t)) for t in tensor} == {whole}
+    assert [value_of(v) for v in jc.formats.float4_e2m1fn.decode(codes[0])] == [e for block in elements for e in block]
+    assert (codes == codes[0]).all()
+    nearest = spec.scaled.scale.decode(np.asarray(quantize_scaled(x, spec=near)[1][0])[0])
+    drawn_scales = spec.scaled.scale.decode(scales)
+    for i, want in enumerate(map(float, asked)):
+        step = 2.0 ** (np.floor(np.log2(want)) - 3)
+        low = np.floor(want / step) * step
+        assert set(drawn_scales[:, i]) <= ({low, low + step} if want != low else {want}), i
+        assert abs(drawn_scales[:, i].mean() - want) < 4.5 * step / 32, i  # 256 draws of half a step at most
+        assert abs(nearest[i] - want) <= step / 2 * (1 + 1e-5), i
+    key = jax.random.key(1)
+
+    def error(text: str) -> float:
+        wide = np.asarray(x, np.float64)
+        return float(((np.asarray(jc.round_to_format(x, text, key), np.float64) - wide) ** 2).mean())
+
+    assert error("nvfp4(rule=eden):stochastic") < 0.5 * error("nvfp4:stochastic")
+    q = jc.quantize(x, spec, key)
+    np.testing.assert_array_equal(np.asarray(jc.dequantize(q)), np.asarray(jc.round_to_format(x, spec, key)))
 
 
 # -- shapes, and what is refused ---------------------------------------------------------------------------------------

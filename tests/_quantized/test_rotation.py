@@ -57,6 +57,32 @@ def test_blocks_are_turned_and_the_rest_stays() -> None:
         assert rotation.rotate(jnp.ones(shape)).shape == shape
 
 
+def test_signs_that_are_drawn() -> None:
+    """The matrix has other signs for another key; they are the same for both operands of a product, so sums stay."""
+    rotation, keys = jc.Hadamard(32, "random", products="both"), jax.random.split(jax.random.key(0), 64)
+    rows = np.asarray(jax.vmap(lambda key: rotation.rotate(jnp.eye(32), key))(keys)) * np.sqrt(32)
+    signs = rows[:, :, 0]  # the first row of Sylvester's matrix is ones
+    np.testing.assert_allclose(rows, signs[:, :, None] * sylvester(32), atol=1e-5)
+    assert len({tuple(row) for row in np.rint(signs).tolist()}) == 64 and abs(signs.mean()) < 0.1
+    w, x, g = (
+        jnp.asarray(normal(*shape, seed=i), jnp.float32) for i, shape in enumerate(((40, 32), (64, 40), (64, 32)))
+    )
+    rule = jc.Rule(weight="binary32", gradient="binary32", input_gradient="binary32", rotation=rotation)
+    _, dw, dx = pulled(rule, w, x, g, keys[0])
+    np.testing.assert_allclose(dx, g @ w.T, atol=1e-4)
+    np.testing.assert_allclose(dw, x.T @ g, atol=1e-4)
+    assert (pulled(rule, w, x, g, keys[1])[2] != dx).any() and str(
+        rotation
+    ) == "Hadamard(32, signs='random', products='both')"
+    with pytest.raises(ValueError, match="signs='random' with products='forward'"):
+        jc.Hadamard(32, "random", products="forward")
+    for wrong, key in ((rotation, None), (jc.Hadamard(32), keys[0])):
+        with pytest.raises(ValueError, match="pass a key if signs='random', and only then"):
+            wrong.rotate(x, key)
+    with pytest.raises(ValueError, match="has another matrix in each product"):
+        print(jc.Hadamard("all", "random").matrix)
+
+
 def pulled(rule: jc.Rule, w: Any, x: Any, g: Any, key: Any = None) -> Any:
     low = jc.quantize_fn(lambda w, x: x @ w, rule, key=key)
     y, back = jax.vjp(low, w, x)

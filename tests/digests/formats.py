@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 
 import jchop
@@ -165,6 +166,7 @@ def specs() -> Iterator[Call]:
                         "Hadamard": {"size": 4, "signs": (1, -1, 1, 1), "products": "both"}}[name],
         }.items():
             yield Call(f"{name} {case}", lambda n=name, k=kwargs: facts_of(lambda: getattr(jc, n)(**k)))
+    yield Call("Hadamard.rotate random", lambda: jc.Hadamard(8, "random").rotate(np.arange(32, dtype=np.float32).reshape(2, 16), key=jax.random.key(3)))
     yield Call("Hadamard.rotate", lambda: jc.Hadamard(8, products="all").rotate(laid=np.arange(32, dtype=np.float32).reshape(2, 16)))
     qwix = {"module_path": ".*mlp.*", "weight_qtype": "int4", "act_qtype": "int8", "tile_size": 32}
     yield Call("Rule.from_qwix", lambda: [str(rule) for rule in jc.Rule.from_qwix(rules=qwix)])

@@ -23,7 +23,7 @@ from digests.training import meshed
 from jchop._quantized.program.adapters import AdaptedParam
 
 RECIPES = ("float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp", "float8_delayed", "mxfp8", "mxfp4",
-           "mxfp4_quartet", "nvfp4", "deepseek_fp8", "int8", "int8_stochastic", "ibm_fp8", "ibm_hybrid_fp8", "wage")
+           "mxfp4_quartet", "nvfp4", "nvfp4_quartet2", "deepseek_fp8", "int8", "int8_stochastic", "ibm_fp8", "ibm_hybrid_fp8", "wage")
 
 
 def rngs(seed: int = 0) -> Any:

@@ -179,6 +179,9 @@ def caches() -> Iterator[Call]:
                     one.part(start=0, count=4)]
 
         yield Call(f"KVCache.{kind} {name} methods", later)
+    for kind in ("full", "paged"):
+        grouped = lambda kind=kind: cache(kind, keys="int4(group=4,axis=1)", recent=4).update(k, v).update(k[:, :2], v[:, :2])
+        yield Call(f"KVCache.{kind} groups of tokens", lambda grouped=grouped: (grouped(), grouped().keys))
     rotated = lambda: cache("full", **specs["rotated"]).update(k, v)
     yield Call("KVCache numbers by place", lambda: (rotated().is_recent(positions=jnp.array([[0, 3], [2, -1]])), rotated().rotate_back(x=k)), loose=True)
     for case, options in {"scale": {"scale": 0.5}, "not causal": {"is_causal": False}, "window": {"window": 2}, "blocks": {"block_size": 4},

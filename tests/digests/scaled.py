@@ -92,6 +92,8 @@ def calls() -> Iterator[Call]:
         yield Call(f"fused {text}", lambda text=text: fused(text))
     for text in ("int8(group=32)", "nf4", "nvfp4", "int4(channel=0)", "uint4(group=8)", "mxfp4", "bfloat16", "int4(group=16,sparse=2:4)"):
         yield Call(f"QArray {text}", lambda text=text: moved(text))
+    for text in ("nvfp4(rule=eden):stochastic", "nvfp4(rule=int_or_float)", "nvfp4(axis=0,rule=int_or_float):stochastic"):
+        yield Call(f"quantize {text} float32", lambda text=text: stored(text, "float32"))
     x = f32(coarse("options", (8, 64)))
     noisy = "int4(group=16):stochastic"
     yield from several(

@@ -45,11 +45,11 @@ def test_rules_that_give_powers_of_two():
 
 def test_what_is_fitted_and_how():
     assert [name for name, rule in SCALE_RULES.items() if not rule.by_ends] == [
-        "four_over_six", "levels", "minmax", "mse", "quest", "rms", "percentile(q)",
+        "four_over_six", "int_or_float", "eden", "levels", "minmax", "mse", "quest", "rms", "percentile(q)",
     ]  # fmt: skip
     of_tensors = {name: rule for name, rule in SCALE_RULES.items() if rule.tensor_scale}
     tops = {name: rule.top(jc.formats.float8_e4m3fn) for name, rule in of_tensors.items() if rule.constant is None}
-    assert tops == {"two_level": 448, "four_over_six": 256}
+    assert tops == {"two_level": 448, "four_over_six": 256, "int_or_float": 448, "eden": 256}
     constant = of_tensors["floor_unclipped"].constant
     assert constant is not None
     for fmt in (jc.formats.float8_e4m3fn, jc.formats.float4_e2m1fn):  # the least number of binary32 that clips nothing

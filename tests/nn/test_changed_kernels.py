@@ -158,7 +158,7 @@ def what_the_wrapper_does_not_change_is_packed() -> None:
     packed = jc.nn.quantize(model, rule, mode="ptq")
     np.testing.assert_array_equal(packed(X2), jc.nn.quantize(model, rule)(X2))
     rows = jc.nn.quantize(model, INT4, "ptq", batches=[X2], return_report=True)[1].weights
-    assert rows[0].path == "first/kernel" and rows[0].method == "gptq" and rows[0].after > rows[0].before
+    assert rows[0].path == "first/kernel" and rows[0].method == "clip, gptq" and rows[0].after > rows[0].before
     assert all(row.method == "nearest" for row in rows[1:]) and "no step by the inputs of one use" in rows[1].note
 
 

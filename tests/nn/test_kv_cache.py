@@ -81,6 +81,69 @@ def test_rotated_keys_in_three_bits_beside_recent_tokens(kind: str) -> None:
     assert (fresh.positions[0] == -1).all() and not np.asarray(fresh.keys[0]).any()
 
 
+def by_channel(x: np.ndarray) -> np.ndarray:
+    """Groups of four tokens of each head and channel in two bits with a zero point, in NumPy; the rest as it came."""
+    groups = x[: len(x) // 4 * 4].reshape(-1, 4, HEADS, SIZE).astype(np.float64)
+    low, high = groups.min(1, initial=0.0, keepdims=True), groups.max(1, initial=0.0, keepdims=True)
+    scale = ((high - low) / 3).astype(np.float32).astype(np.float64)
+    zero = np.clip(-np.rint(low / scale), 0, 3)
+    numbers = (np.clip(np.rint(groups / scale + zero), 0, 3) - zero) * scale
+    return np.concatenate([numbers.reshape(-1, HEADS, SIZE).astype(np.float32), x[len(x) // 4 * 4 :]])
+
+
+@pytest.mark.parametrize("kind", ["full", "paged"])
+def test_keys_with_a_scale_for_groups_of_tokens_of_a_channel(kind: str) -> None:
+    """As in KIVI: prompts of several lengths, tokens, drafts that are dropped, and copies of a sequence."""
+    recent, length = 6, 24
+    specs = {"keys": "uint2(group=4,axis=1,zero_point=integer)", "values": "int4(group=all)", "recent": recent}
+    cache = of_kind(kind, length, **specs)
+    k, v = np.asarray(normal(1, length)), np.asarray(normal(2, length))
+    stored = np.asarray(jc.round_to_format(v, "int4(group=all)"))
+    lengths = np.zeros(3, int)
+
+    def append(cache: jc.KVCache, counts: Any, tokens: int) -> jc.KVCache:
+        place = np.where(np.arange(tokens) < np.c_[counts], lengths[:, None] + np.arange(tokens), -1)
+        lengths[:] += counts
+        return update(cache, *(np.take_along_axis(x, np.maximum(place, 0)[..., None, None], 1) for x in (k, v)), place)
+
+    def check(cache: jc.KVCache) -> None:
+        for b, row in enumerate(held(cache)):
+            assert sorted(row) == [*range(lengths[b])]
+            keys, old = by_channel(k[b, : lengths[b]]), np.arange(lengths[b]) < lengths[b] - recent
+            for p in row:
+                np.testing.assert_array_equal(row[p][0], keys[p] if old[p] else k[b, p])
+                np.testing.assert_array_equal(row[p][1], stored[b, p] if old[p] else v[b, p])
+
+    for counts, tokens in (([9, 3, 0], 9), ([1, 1, 1], 1), ([2, 6, 7], 9), ([1, 1, 0], 1)):
+        cache = append(cache, counts, tokens)
+        check(cache)
+    lengths -= 2  # the tokens of the last group are still there
+    cache = jax.jit(jc.KVCache.truncate)(cache, jnp.asarray(lengths))
+    cache = append(append(cache, [3, 2, 3], 3), [1, 0, 1], 1)
+    check(cache)
+    q = normal(5, 1, 3)[:, :, [0, 0, 1, 1]]
+    expected = jax.nn.dot_product_attention(q, cache.keys, cache.values, mask=cache.mask())
+    np.testing.assert_allclose(jc.dot_product_attention(q, cache, block_size=6), expected, rtol=1e-5, atol=1e-6)
+    copies = jax.jit(jc.KVCache.take)(cache, jnp.asarray([1, 1, 2]))
+    k, v, stored, lengths = (x[[1, 1, 2]] for x in (k, v, stored, lengths))
+    check(append(copies, [4, 4, 4], 4))
+
+
+def test_a_group_of_tokens_needs_their_numbers() -> None:
+    shape, keys = (1, 8, HEADS, SIZE), "int4(group=4,axis=1)"
+    with pytest.raises(ValueError, match=r"groups of 4 tokens in keys need recent=4 or more, .* it is 3"):
+        jc.KVCache.full(shape, keys=keys, recent=3)
+    with pytest.raises(ValueError, match=r"in values need a length, or page_size, that is a multiple; it is 6"):
+        jc.KVCache.paged(shape, pages=2, page_size=6, values=keys, recent=4)
+    with pytest.raises(ValueError, match=r"need KVCache.full or KVCache.paged, not a rolling cache"):
+        jc.KVCache.rolling(shape, keys=keys, recent=4)
+    cache, x = jc.KVCache.full(shape, keys=keys, recent=4), normal(0, 3, 1)
+    with pytest.raises(ValueError, match=r"positions span 8 tokens; with groups of tokens they must be within 3"):
+        cache.update(x, x, np.asarray([0, 7, -1]))
+    apart = update(cache, x, x, jnp.asarray([0, 7, -1]))
+    assert apart.overflowed.all() and sorted(held(apart)[0]) == [0]
+
+
 def test_a_rotation_that_does_not_divide_head_dim_is_refused() -> None:
     with pytest.raises(ValueError, match=r"size that divides head_dim=8"):
         jc.KVCache.full((1, 4, 2, 8), rotation=jc.Hadamard(16))
@@ -251,10 +314,12 @@ def truncation_passes_through_scan_and_vmap(kind: str) -> None:
 @pytest.mark.in_turn(12)
 @pytest.mark.parametrize(
     ("kind", "spec"),
-    [("full", "int8(group=all)"), ("rolling", None), ("paged", "float8_e4m3fn"), ("paged", "int4(group=8)")],
-)
+    [("full", "int8(group=all)"), ("rolling", None), ("paged", "float8_e4m3fn"), ("paged", "int4(group=8)"),
+     ("paged", "int4(group=4,axis=1)")],
+)  # fmt: skip
 def test_a_donated_cache_is_written_where_it_lies(kind: str, spec: Any) -> None:
-    cache = of_kind(kind, 256, keys=spec, values=spec, dtype="bfloat16")
+    recent = 4 if "axis" in str(spec) else 0
+    cache = of_kind(kind, 256, keys=spec, values=spec, dtype="bfloat16", recent=recent)
     donating = jax.jit(lambda cache, k: cache.update(k, k), donate_argnums=0)
     memory = donating.lower(cache, normal(0, 1)).compile().memory_analysis()
     assert memory is not None

@@ -180,6 +180,12 @@ def an_example_shows_what_it_says(name: str, request: Any, monkeypatch: Any, cap
         full, *others = (example.serve(params, choice, sizes, kind, 8).tokens for kind in ("full", "rolling", "paged"))
         for tokens in others:
             np.testing.assert_array_equal(tokens, full)
+        for kind in ("full", "paged"):  # drafted by the packed model, and checked
+            plain, drafted = (
+                example.serve(params, example.CHOICES[n], sizes, kind, 8) for n in ("float32", "int8 drafts")
+            )
+            np.testing.assert_array_equal(drafted.tokens, plain.tokens)
+            assert drafted.steps < plain.steps == 7
     else:
         picture = tmp_path / "drawn.png"
         monkeypatch.setattr(sys, "argv", [f"{name}.py", "--small", "--plot", str(picture)])

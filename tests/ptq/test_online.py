@@ -180,7 +180,7 @@ def codes_adapters_and_refusals() -> None:
     _, report = jc.quantize_fn(dense, W8A8).pack(params, batches=[x], steps=two, return_report=True)
     assert "not by awq: its inputs have factors" in report.weights[0].note
     with pytest.raises(ValueError, match="online=True cannot stand beside sequential"):
-        jc.quantize_fn(dense, W8A8).pack(params, batches=[x], steps=[SMOOTH, jc.ptq.sequential()])
+        jc.quantize_fn(dense, W8A8).pack(params, batches=[x], steps=[jc.ptq.sequential(), SMOOTH])
     with pytest.raises(TypeError, match="online"):
         jc.ptq.smooth(online=1)  # type: ignore[arg-type]
     assert str(SMOOTH) == "smooth(0.5, online=True)"

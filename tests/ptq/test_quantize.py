@@ -358,6 +358,31 @@ def a_group_of_a_convolution_is_rounded_as_a_convolution_of_its_own(groups: int,
     assert mapped.weights[0].method == "gptq"
 
 
+@further
+@pytest.mark.parametrize("axes", [(0, 1), pytest.param((0,), marks=pytest.mark.slow)])
+def a_kernel_that_a_convolution_takes_reversed_is_rounded_as_one_in_order(axes: tuple[int, ...]) -> None:
+    def fun(p: Any, x: Any, swaps: bool = False) -> Any:
+        w = p["w"]
+        for axis in axes:  # one by one, as `lax.conv_transpose` does
+            w = jnp.flip(w, axis) if swaps else w
+        return lax.conv_transpose(x, w.swapaxes(2, 3) if swaps else w, (2, 1), "SAME") + p["b"]
+
+    rng = np.random.default_rng(0)
+    w, b, x = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((3, 2, 4, 6), (6,), (3, 5, 4, 4)))
+    steps, rule = [jc.ptq.gptq(), jc.ptq.correct_biases()], jc.Rule(weight="int3(group=all)")
+    wanted = jc.quantize_fn(fun, rule).pack({"w": w, "b": b}, batches=[x], steps=steps)
+    reversed_params = {"w": jnp.flip(w, axes).swapaxes(2, 3), "b": b}
+    low = jc.quantize_fn(lambda p, x: fun(p, x, True), rule)
+    packed, report = low.pack(reversed_params, batches=[x], steps=steps, return_report=True)
+    (row,) = report.weights
+    if len(axes) == 1:  # of two axes of the space
+        assert row.method == "nearest" and "computed with before the product" in row.note
+        return
+    assert row.method == "gptq" and row.after > row.before
+    np.testing.assert_array_equal(np.flip(np.asarray(packed["w"]), axes).swapaxes(2, 3), wanted["w"])
+    np.testing.assert_allclose(packed["b"], wanted["b"], rtol=1e-5, atol=1e-6)
+
+
 # -- reports and errors ------------------------------------------------------------------------------------------------
 
 

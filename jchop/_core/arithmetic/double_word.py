@@ -121,19 +121,17 @@ def square_root(x: Array, carrier: Carrier, all_bits: bool) -> ExactResult:
     radicand = significand << (fraction + odd)
     root, remainder = _integer_root(radicand, _float_root(significand, odd, carrier), carrier)
     bits = ((((exponent - odd) >> 1) + carrier.bias - 1) << fraction) + root
-    unsigned = np.dtype(f"uint{carrier.work_width}")
     if all_bits:
-        rest, sticky = _further_bits(root.astype(unsigned), remainder.astype(unsigned))
+        rest = _further_bits(root, remainder, carrier)
     else:
-        rest = (remainder > root).astype(unsigned) << (carrier.work_width - 1)
-        sticky = remainder != 0
+        rest = (remainder > root).astype(_unsigned_dtype(carrier)) << (carrier.work_width - 1)
     nonzero = magnitude != 0
     v = ExactResult(
         sign,
         bit_ops.lax_where(nonzero, bits, 0),
         (remainder != 0) & nonzero,
         bit_ops.lax_where(nonzero, rest, 0),
-        sticky & nonzero,
+        (remainder != 0) & nonzero,
     )
     return with_special_values(
         v, magnitude == carrier.inf, (sign != 0) & nonzero | (magnitude > carrier.inf), sign, carrier
@@ -163,24 +161,23 @@ def _integer_root(radicand: Array, guess: Array, carrier: Carrier) -> tuple[Arra
     return root, remainder
 
 
-def _further_bits(root: Array, remainder: Array) -> tuple[Array, Array]:
-    """A word of the bits that follow an integer root, one after the other, and whether further bits follow."""
-    width, zero = root.dtype.itemsize * 8, jnp.zeros_like(root)
+def _further_bits(root: Array, remainder: Array, carrier: Carrier) -> Array:
+    """A word of the bits that follow an integer root T of T^2 + R: floor(2^W f) for f = (R + f (1 - f)) / (2 T + 1).
 
-    def iterate(_: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
-        high, low, rest_high, rest_low = state
-        rest_high, rest_low = shift_words_left(rest_high, rest_low, 2)
-        trial_high, trial_low = shift_words_left(high, low, 2)
-        trial_low = trial_low | trial_low.dtype.type(1)
-        fits = (rest_high > trial_high) | (rest_high == trial_high) & (rest_low >= trial_low)
-        borrow = (rest_low < trial_low).astype(root.dtype)
-        rest_high = bit_ops.lax_where(fits, rest_high - trial_high - borrow, rest_high)
-        rest_low = bit_ops.lax_where(fits, rest_low - trial_low, rest_low)
-        high, low = shift_words_left(high, low, 1)
-        return high, low | fits.astype(root.dtype), rest_high, rest_low
-
-    _, rest, rest_high, rest_low = lax.fori_loop(0, width, iterate, (zero, root, zero, remainder))
-    return rest, (rest_high | rest_low) != 0
+    The quotient of R alone is too small by f (1 - f) 2^W / (2 T + 1) < 2^(W - 2 - M) units. Floats give this number, or
+    one unit more, and the exact sign of the last remainder tells which.
+    """
+    width, divisor, unsigned = carrier.work_width, root + root + 1, _unsigned_dtype(carrier)
+    inverse = _reciprocal(divisor, carrier)
+    high, remainder = next_quotient_digit(remainder, divisor, inverse, width // 2, carrier)
+    low, remainder = next_quotient_digit(remainder, divisor, inverse, width // 2, carrier)
+    part = high.astype(carrier.name) * 2.0 ** -(width // 2) + low.astype(carrier.name) * 2.0**-width
+    units = (remainder.astype(carrier.name) + part * (1 - part) * 2.0**width) * inverse + 2.0**-6
+    units = jnp.floor(units).astype(root.dtype)
+    bits = (high.astype(unsigned) << (width // 2) | low.astype(unsigned)) + units.astype(unsigned)
+    square_high, square_low = full_word_product(bits, bits)
+    left = (bits - square_high).astype(root.dtype) + remainder - divisor * units
+    return bits - ((left < 0) | (left == 0) & (square_low != 0)).astype(unsigned)
 
 
 # -- taking apart ------------------------------------------------------------------------------------------------------

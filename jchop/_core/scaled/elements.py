@@ -58,7 +58,7 @@ from jchop._core.xla.sizes import if_static
 from jchop._spec.spec import Gradient, Spec
 from jchop.formats import CodebookFormat, ElementFormat, FloatFormat, ScaledFormat
 from jchop.formats._catalogue import binary16, binary32
-from jchop.formats.rounding import Overflow
+from jchop.formats.rounding import Overflow, Rounding
 from jchop.formats.scaled.scale_rules import ScaleRule
 
 # == scales ============================================================================================================
@@ -89,6 +89,7 @@ class ScaledPlan:
         element: the format of the elements, and their rounding.
         carrier: the carrier of the numbers.
         of_scales: the plan of the scales if they are quantized again.
+        corrected: the rounding of corrected scales, under the rule "eden"; None for another rule.
         backend: the kind of the program.
         encoding: the fastest exact way to the elements of a group; "exact" is the way of tiles (`elements`).
         decoding: the fastest exact way to the numbers of codes.
@@ -103,6 +104,7 @@ class ScaledPlan:
     element: Spec
     carrier: Carrier
     of_scales: ScaledPlan | None = None
+    corrected: Spec | None = None
     backend: Backend = PORTABLE
     encoding: Encoding = "exact"
     decoding: Decoding = "exact"
@@ -135,6 +137,14 @@ class ScaledPlan:
     def divisors(self) -> tuple[Fraction, ...]:
         """The divisors of the rule."""
         return self.rule.divisors(self.element.format)
+
+    @cached_property
+    def second(self) -> ScaledPlan | None:
+        """The plan of groups with the rule's other levels."""
+        if self.rule.second is None:
+            return None
+        element = replace(self.element, format=self.rule.second(self.element.format), flush=False)
+        return replace(self, element=element, encoding="exact", decoding="exact")
 
     @cached_property
     def is_power(self) -> bool:
@@ -184,6 +194,10 @@ def make_scaled_plan(spec: Spec, carrier: Carrier) -> ScaledPlan:
     again = spec.scaled.scale
     of_scales = make_scaled_plan(Spec(again), FLOAT32) if isinstance(again, ScaledFormat) else None
     plan = ScaledPlan(spec.scaled, replace(spec, format=spec.element, gradient=Gradient()), carrier, of_scales)
+    if plan.rule.fit == "eden":
+        corrected = replace(plan.element, format=plan.scale, overflow=Overflow.SATURATE, flush=False)
+        nearest = replace(plan.element, rounding=Rounding.NEAREST_EVEN, random_bits=None)
+        plan = replace(plan, element=nearest, corrected=corrected)
     compute, element, scale = plan.compute, plan.element, Spec(plan.scale, overflow=Overflow.SATURATE)
     require_carrier(element, compute)
     if not _is_within_reach(element.format, compute):
@@ -258,12 +272,14 @@ class BlockScales:
         nan: whether each scale is NaN instead; None: none is.
         tensor: magnitude bits of the tensor's scale, if the rule has one; then the scales are the products of both.
         pair: float64 divisors of the elements, and their inverses, computed once for each group, if there are any.
+        second: whether each group has the rule's other levels; None: none has.
     """
 
     value: Array
     nan: Array | None = None
     tensor: Array | None = None
     pair: tuple[Array, Array] | None = None
+    second: Array | None = None
 
 
 def are_in_safe_range(scales: BlockScales, plan: ScaledPlan) -> Array:
@@ -511,7 +527,10 @@ def store_scales(scales: BlockScales, plan: ScaledPlan) -> Array:
         return codes.astype(fmt.code_dtype)
     bits = scale_magnitude(scales, plan)
     bits = bits if scales.nan is None else bit_ops.lax_where(scales.nan, compute.nan, bits)
-    codes = encode_elements(number_of_magnitude(bits, compute), fmt, compute)
+    numbers = number_of_magnitude(bits, compute)
+    codes = encode_elements(
+        numbers if scales.second is None else bit_ops.lax_where(scales.second, -numbers, numbers), fmt, compute
+    )
     return lax.bitcast_convert_type(codes, scale_dtype(plan.scale)) if fmt in _SCALE_NUMBER_DTYPES else codes
 
 
@@ -519,12 +538,16 @@ def load_scales(array: Array, plan: ScaledPlan, tensor: Array | None = None) -> 
     """The inverse of `store_scales`; `tensor` as for `choose_scales`."""
     compute, fmt = plan.compute, plan.scale
     codes = lax.bitcast_convert_type(array, fmt.code_dtype) if fmt in _SCALE_NUMBER_DTYPES else array
+    second = None
+    if plan.second is not None:
+        sign = 1 << (fmt.bits - 1)
+        second, codes = codes >= sign, codes & (sign - 1)
     bits = decode_magnitude(codes, fmt, compute)
     if tensor is not None:  # one number stays one, which would else be in memory for every block
         tensor = tensor_scale_bits(tensor, bits.shape if tensor.ndim else (1,) * bits.ndim, plan)
     nan = bits >= compute.inf if fmt.has_nan or fmt.has_inf else None
     bits = bits if nan is None else bit_ops.lax_where(nan, plan.scale_bits[1], bits)
-    return BlockScales(_exponents_of_bits(bits, compute) if plan.is_power else bits, nan, tensor)
+    return BlockScales(_exponents_of_bits(bits, compute) if plan.is_power else bits, nan, tensor, None, second)
 
 
 def scale_magnitude(scales: BlockScales, plan: ScaledPlan) -> Array:

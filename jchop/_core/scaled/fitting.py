@@ -13,6 +13,7 @@ from jax import Array, lax
 from jchop._common import bit_ops
 from jchop._core.arithmetic.basic import multiply_and_round
 from jchop._core.arithmetic.exact import range_of
+from jchop._core.rounding.elements import round_to_spec
 from jchop._core.scaled import elements
 from jchop._core.scaled.elements import (
     BlockScales,
@@ -104,7 +105,7 @@ def fit_squares(x: Array, axes: tuple[int, ...], plan: ScaledPlan, tensor: Array
 
 
 def fit_either(x: Array, axes: tuple[int, ...], plan: ScaledPlan, tensor: Array | None = None) -> BlockScales:
-    """The scale of the rule's first divisor, or of its second one if that has the smaller sum of squared errors.
+    """The scale of the rule's first divisor, or of its second one, or levels, if the sum of squared errors is smaller.
 
     Args:
         x: as for `fit_squares`.
@@ -118,7 +119,11 @@ def fit_either(x: Array, axes: tuple[int, ...], plan: ScaledPlan, tensor: Array 
     candidates = [
         BlockScales(round_scales((largest,), whole, plan, (divisor,))[0], None, whole) for divisor in plan.divisors
     ]
-    first, second = map(_make_squared_error(x, axes, largest, plan), candidates)
+    error_of = _make_squared_error(x, axes, largest, plan)
+    if plan.second is not None:
+        error_of_second = _make_squared_error(x, axes, largest, plan.second)
+        return replace(candidates[0], second=error_of_second(candidates[0]) < error_of(candidates[0]))
+    first, second = map(error_of, candidates)
     return replace(candidates[0], value=bit_ops.lax_where(second < first, candidates[1].value, candidates[0].value))
 
 
@@ -198,6 +203,37 @@ def _make_squared_error(
         return jnp.sum(error * error, axis=axes, keepdims=True)
 
     return error_of
+
+
+def correct_scales(
+    x: Array, rounded: Array, axes: tuple[int, ...], scales: BlockScales, plan: ScaledPlan, word: Array | None
+) -> BlockScales:
+    """Scales times c = (sum of x^2) / (sum of x y), y the rounded numbers; rounded as the plan's `corrected` says.
+
+    Then the sum of x y is the sum of x^2, on average over the draws (Panferov et al., arXiv 2601.22813). The sums, c
+    and its product with a scale are in the arithmetic's carrier.
+
+    Args:
+        x: as for `fit_squares`.
+        rounded: the elements times the scales and the tensor's scale, in the same carrier.
+        axes: as for `fit_squares`.
+        scales: the magnitude bits of the scales.
+        plan: the plan.
+        word: random words like `x`, if any; a group uses its first one.
+    """
+    compute = plan.compute
+    assert plan.corrected is not None
+    magnitude = bit_ops.split_sign(x, compute)[1]
+    largest = largest_finite_magnitude(magnitude, axes, plan)
+    lag = jnp.broadcast_to(compute.bias - (largest >> compute.fraction), x.shape)
+    near, y = (elements.multiply_by_power(_zero_subnormals(v, plan), lag, compute) for v in (x, rounded))
+    products = (bit_ops.lax_where(magnitude < compute.inf, near * v, 0) for v in (near, y))
+    whole, shared = (jnp.sum(v, axis=axes, keepdims=True) for v in products)
+    factor = bit_ops.lax_where(shared > 0, whole / shared, 1)
+    first = word if word is None else word[tuple(slice(0, 1) if i in axes else slice(None) for i in range(x.ndim))]
+    product = number_of_magnitude(scales.value, compute) * factor
+    bits = bit_ops.split_sign(round_to_spec(product, plan.corrected, compute, first), compute)[1]
+    return replace(scales, value=elements.clamp_scale(bits, largest == 0, plan)[0])
 
 
 def _zero_subnormals(x: Array, plan: ScaledPlan) -> Array:

@@ -78,6 +78,9 @@ a plain program:
 * `long_sums_of_integers_are_scalar`: A sum of products of int8, along any axis but the last of memory, is vector code
   only if it has few numbers.
   Workaround: `dot_with_one_row`.
+* `matrix_of_one_row_is_written`: For a product of floats with one row, the matrix is computed and written first. Then
+  one thread reads it.
+  Workaround: `dot_with_one_float_row`.
 * `tall_integers_read_in_columns`: A product of int8 with 4,096 rows of weights or more takes up to six times the time
   of its parts of 512 rows.
   Workaround: `suits_panels` in `_quantized/products/code_products.py`.
@@ -304,6 +307,24 @@ def dot_with_one_row(row: Array, matrix: Array) -> Array | None:
     products = x[..., :head].reshape(batch, sums, terms, 1) * y[:, :head].reshape(batch, sums, terms, n)
     total = jnp.sum(lax.optimization_barrier(jnp.sum(products, 2)), 1, keepdims=True)
     return total if head == k else total + jnp.sum(x[:, 0, head:, None] * y[:, head:], 1, keepdims=True)
+
+
+def dot_with_one_float_row(*parts: tuple[Array, Sequence[Array]]) -> list[Array]:
+    """The products of rows (1, k) with matrices (k, n), added over two parts of k of one length, a multiple of 8.
+
+    Quirk `matrix_of_one_row_is_written`: sums of 8 products, one after the other, are computed where numbers are
+    decoded. These sums are then added likewise. Two arrays are summed together, as XLA gives a single sum of floats to
+    a library.
+
+    Args:
+        parts: two rows, and with each the matrices.
+    """
+    terms = [(row.T * matrix).reshape(-1, 8, matrix.shape[1]) for row, matrices in parts for matrix in matrices]
+    pairs, zeros = list(zip(terms[::2], terms[1::2], strict=True)), (jnp.zeros((), terms[0].dtype),) * 2
+    for axis in (1, 0):
+        pairs = [lax.reduce(pair, zeros, lambda a, b: (a[0] + b[0], a[1] + b[1]), (axis,)) for pair in pairs]
+    terms = [term for pair in pairs for term in pair]
+    return [(a + b)[None] for a, b in zip(terms[: len(terms) // 2], terms[len(terms) // 2 :], strict=True)]
 
 
 def prevent_fma(product: Array, factor: Array) -> Array:

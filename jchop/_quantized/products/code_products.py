@@ -17,7 +17,7 @@ from jax import Array, lax
 from jchop._common.bit_ops import FLOAT32, varying_like
 from jchop._core.matmul.dequantize_matmul import is_exact_in
 from jchop._core.rounding.codes import decode_elements
-from jchop._core.xla.cpu import loop_slice
+from jchop._core.xla.cpu import dot_with_one_float_row, loop_slice
 from jchop._core.xla.gpu import dot_precision
 from jchop._core.xla.sizes import if_static
 from jchop._kernels.primitive import by_platform
@@ -59,7 +59,7 @@ class ConvGeometry:
         padding: places before and after the image.
         image_gaps: the distance of neighbouring places of the image.
         kernel_gaps: of the kernel.
-        mirrored: whether the last place of the kernel falls on the first of a window.
+        flips_kernel: whether the last place of the kernel falls on the first of a window.
     """
 
     strides: tuple[int, ...]
@@ -522,7 +522,14 @@ def _multiply_by_panels(x: CodedArray, w: CodedArray, leading: bool, dtype: Any)
         b = part.T if leading else part
         return exact_block_sum(CodedArray(rows[None], None, left), CodedArray(b[None], None, right), rows.shape[1])[0]
 
+    of_one_row = if_static(lambda: rows == 1) and leading and not (integers or scales_numbers or zeros is not None)
+    adds_in_eights = of_one_row and w.elements.dtype == jnp.int8
+
     def sums_of_panel(start: Any, size: int) -> list[Array]:
+        if adds_in_eights and size % 16 == 0:
+            halves = [(at, size // 2) for at in (start, start + size // 2)]
+            operands = [(lax.dynamic_slice_in_dim(x_elements, *half, 1), panel(*half)) for half in halves]
+            return scaled_sums(start, dot_with_one_float_row(*operands))
         parts = panel(start, size)
         own = [None] * per_byte if zeros is None or not integers else column_numbers(zeros, start, jnp.int32)
         if zeros is not None and not integers:
@@ -533,7 +540,9 @@ def _multiply_by_panels(x: CodedArray, w: CodedArray, leading: bool, dtype: Any)
         apart = [a] * per_byte if leading else list(jnp.moveaxis(a.reshape(-1, size // per_byte, per_byte), 2, 0))
         x_zero = None if x_zeros is None else row_numbers(x_zeros, start)
         sums = [product_of_panel(*operands, x_zero) for operands in zip(apart, parts, own, strict=True)]
-        sums = sums if leading else [reduce(operator.add, sums)]
+        return scaled_sums(start, sums if leading else [reduce(operator.add, sums)])
+
+    def scaled_sums(start: Any, sums: list[Array]) -> list[Array]:
         if x_within and x_scales is not None:
             sums = [scaled(v, row_numbers(x_scales, start)) for v in sums]
         if not w_within or scales is None or scales_numbers:

@@ -109,6 +109,8 @@ def why_no_codes(spec: Spec) -> str:
         return "its elements have more than 8 bits, or are no numbers of float32"
     if scaled_format is not None and scaled_format.zero_point == "float":
         return "its zero points are numbers"
+    if scaled_format is not None and scaled_format.scale_rule.second is not None:
+        return "its groups have levels of two formats"
     if scaled_format is not None and scaled_format.sparse is not None:
         return "it stores no codes of the numbers that sparse drops"
     return "its elements have no 1" if scaled_format is not None and fmt.code_of(1) is None else ""

@@ -80,7 +80,10 @@ class ProductRoundings:
     @property
     def stochastic(self) -> bool:
         """Whether a product needs a key."""
-        return any(map(is_stochastic, self.specs)) or (self.matmul is not None and self.matmul.stochastic)
+        draws = (self.matmul is not None and self.matmul.stochastic) or (
+            self.rotation is not None and self.rotation.draws
+        )
+        return draws or any(map(is_stochastic, self.specs))
 
     @property
     def keeps_left(self) -> bool:
@@ -317,8 +320,10 @@ def _rounded_product_bwd(product: AnyProduct, roundings: ProductRoundings, resid
         layout, spec = product.layouts(which)[side], roundings.operands(which)[side]
         key, rotation = keys[f"{('left', 'right')[side]} of {which}"], roundings.rotation_of(which)
         if by_codes:
-            return encode_operand(layout.lay(numbers, rotation), spec, key)
-        return rounded if numbers is None else round_in_layout(layout, numbers, spec, key, rotation=rotation)
+            return encode_operand(layout.lay(numbers, rotation, keys[which]), spec, key)
+        if numbers is None:
+            return rounded
+        return round_in_layout(layout, numbers, spec, key, rotation=rotation, rotation_key=keys[which])
 
     of_input = operand("input", 0, g), operand("input", 1, full_w, w)
     of_weight = operand("weight", 0, full_x, x), operand("weight", 1, g)

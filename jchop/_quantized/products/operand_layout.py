@@ -17,6 +17,7 @@ from jax.core import Tracer
 from jchop._common.bit_ops import reshape
 from jchop._common.checks import check, check_choice, check_int
 from jchop._common.settings import always_jit
+from jchop._core.rounding.random_bits import random_words, seed_words
 from jchop._program.bind import straight_through
 from jchop._round.arguments import run_numpy
 from jchop._round.round_to_format import round_to_format
@@ -52,7 +53,8 @@ class Hadamard:
             Paley's (12, 20, 24, 28, 44, ...). ``"all"``: one block for the whole sum; if no matrix has that size, as
             few blocks as possible. Default 16.
         signs: 1 or -1 for each number of a block. Default None: the 16 signs that NVIDIA's Transformer Engine
-            publishes, repeated or cut to `size`.
+            publishes, repeated or cut to `size`. ``"random"``: drawn in each call from the key of the product, the same
+            for both operands; for backward products alone.
         products: the rotated products. ``"weight"`` (default): dw = x g alone, along its rows (tokens). ``"both"``: dx
             = g w too, along the outputs of the layer, with the weight of dx rounded anew. ``"forward"``: y = x w, along
             its inputs. There x is rotated when the program runs, and w before it is rounded, so that it is stored
@@ -70,13 +72,22 @@ class Hadamard:
     """
 
     size: int | Literal["all"] = 16
-    signs: Sequence[int] | None = None
+    signs: Sequence[int] | Literal["random"] | None = None
     products: str = "weight"
 
     def __post_init__(self) -> None:
         check_choice("products", self.products, ("weight", "both", "forward", "all"))
+        random = self.draws
+        if random and self.forward:
+            raise ValueError(
+                f"signs='random' with products={self.products!r}: weights of forward products are stored rotated, by "
+                "known signs; use products='both' or leave signs out"
+            )
         if self.size == "all":
-            check(self.signs is None, f"signs={self.signs!r} with size='all', which is another number in each product")
+            check(
+                random or self.signs is None,
+                f"signs={self.signs!r} with size='all', which is another number in each product",
+            )
             return
         check_int("size", self.size, 2)
         if HadamardBlocks.of(self.size, None).blocks > 1:
@@ -84,6 +95,8 @@ class Hadamard:
                 f"size={self.size} must be 'all', a power of two, or a power of two times 12, 20, 28, 44 or another "
                 "size of Paley's matrices"
             )
+        if random:
+            return
         signs = _default_signs(self.size) if self.signs is None else tuple(self.signs)
         if len(signs) != self.size or not set(signs) <= {1, -1}:
             raise ValueError(f"signs={self.signs!r} must be {self.size} numbers, each 1 or -1")
@@ -92,8 +105,13 @@ class Hadamard:
     def __repr__(self) -> str:
         more = "" if self.products == "weight" else f", products={self.products!r}"
         usual = self.size == "all" or self.signs == _default_signs(self.size)
-        own = "" if usual else f", signs={self.signs}"
+        own = "" if usual else f", signs={self.signs!r}"
         return f"Hadamard({self.size!r}{own}{more})"
+
+    @property
+    def draws(self) -> bool:
+        """Whether its signs are drawn."""
+        return isinstance(self.signs, str) and self.signs == "random"
 
     @property
     def forward(self) -> bool:
@@ -115,13 +133,13 @@ class Hadamard:
         """Returns the matrix R of a block, float64: rotated = R v. Each element is 1 or -1, over the root of `size`.
 
         Raises:
-            ValueError: for ``size="all"``, whose matrix depends on the sum.
+            ValueError: for ``size="all"``, whose matrix depends on the sum, and for ``signs="random"``.
         """
-        if self.size == "all":
-            raise ValueError("size='all' has another matrix in each product")
+        if self.size == "all" or self.draws:
+            raise ValueError(f"{self} has another matrix in each product")
         return HadamardBlocks.of(self.size, None).apply(np.diag(np.asarray(self.signs, np.float64))).T
 
-    def rotate(self, laid: Array) -> Array:
+    def rotate(self, laid: Array, key: Array | None = None) -> Array:
         """Rotates the last axis of an array by blocks.
 
         Sums are in float32 for narrower types. If `size` is a power of two, numbers are added in pairs, so that all
@@ -129,9 +147,13 @@ class Hadamard:
 
         Args:
             laid: an array of any shape and a carrier's dtype.
+            key: of ``signs="random"``, a typed key. Default None.
 
         Returns:
             An array of the same shape and dtype.
+
+        Raises:
+            ValueError: for ``signs="random"`` without a key, and for other signs with one.
 
         Example:
             >>> import jax.numpy as jnp
@@ -139,19 +161,25 @@ class Hadamard:
             >>> jc.Hadamard(4).rotate(jnp.array([8.0, 0, 0, 0, 3])).tolist()
             [4.0, 4.0, 4.0, 4.0, 3.0]
         """
-        return _rotate_blocks(laid, self)
+        if self.draws != (key is not None):
+            raise ValueError(f"key={key} with {self}: pass a key if signs='random', and only then")
+        return _rotate_blocks(laid, self, key)
 
 
 @partial(always_jit, static_argnums=1)
-def _rotate_blocks(x: Array, rotation: Hadamard) -> Array:
+def _rotate_blocks(x: Array, rotation: Hadamard, key: Array | None) -> Array:
     """A call that products of one shape share."""
     width = x.shape[-1]
     blocks = HadamardBlocks.of(width if rotation.size == "all" else rotation.size, None) if x.size else None
     if blocks is None or width < blocks.size or blocks.block == 1:
         return x
-    whole, signs = width // blocks.size * blocks.size, rotation.signs or _default_signs(blocks.size)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    y = x[..., :whole].astype(wide).reshape(*x.shape[:-1], -1, blocks.size) * jnp.asarray(signs, wide)
+    whole, wide = width // blocks.size * blocks.size, jnp.promote_types(x.dtype, jnp.float32)
+    if key is None:
+        signs = jnp.asarray(rotation.signs or _default_signs(blocks.size), wide)
+    else:
+        words = random_words(seed_words(key), jnp.arange(blocks.size, dtype=jnp.uint32), lane=1)
+        signs = 1 - 2 * (words >> 31).astype(wide)
+    y = x[..., :whole].astype(wide).reshape(*x.shape[:-1], -1, blocks.size) * signs
     y = sylvester_transform(y, blocks.power, jnp)
     if blocks.paley > 1:
         parts = y.reshape(-1, blocks.paley, blocks.power)
@@ -293,10 +321,10 @@ class OperandLayout:
         """Returns the shape that an array of `shape` has in this layout."""
         return (*(shape[axis] for axis in self.free), math.prod(shape[axis] for axis in self.contracting))
 
-    def lay(self, x: Array, rotation: Hadamard | None = None) -> Array:
-        """Lays `x` out so, and rotates it along its last axis."""
+    def lay(self, x: Array, rotation: Hadamard | None = None, key: Array | None = None) -> Array:
+        """Lays `x` out so, and rotates it along its last axis; `key` is of a rotation with random signs."""
         y = reshape(x.transpose(self._order), self.shape(x.shape))
-        return y if rotation is None else rotation.rotate(y)
+        return y if rotation is None else rotation.rotate(y, key if rotation.draws else None)
 
     def back(self, y: Any, shape: Sequence[int]) -> Any:
         """Returns an array of `shape`, of JAX or NumPy, from its layout."""
@@ -359,10 +387,11 @@ def round_in_layout(
     gradient_key: Array | None = None,
     *,
     rotation: Hadamard | None = None,
+    rotation_key: Array | None = None,
 ) -> Array:
     """`x` rotated and rounded in a layout (None: with its own axes); its dtype, shape and order of axes come back."""
     if layout is not None and rotation is not None:
-        x = rotate_along_sum(layout, x, rotation)
+        x = rotate_along_sum(layout, x, rotation, rotation_key)
     if spec is None:
         return x
     if layout is None:
@@ -374,9 +403,9 @@ def round_in_layout(
     return keep_nan(x, y, spec)
 
 
-def rotate_along_sum(layout: OperandLayout, x: Array, rotation: Hadamard) -> Array:
+def rotate_along_sum(layout: OperandLayout, x: Array, rotation: Hadamard, key: Array | None = None) -> Array:
     """`x` rotated along the axes that a product sums over."""
-    return layout.back(layout.lay(jnp.asarray(x), rotation), x.shape)
+    return layout.back(layout.lay(jnp.asarray(x), rotation, key), x.shape)
 
 
 def keep_nan(x: Array, y: Array, spec: Spec) -> Array:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from jchop._common.checks import FieldsRepr, check, check_choice, check_instance, keyword_hints, short_repr
+from jchop._common.checks import (
+    FieldsRepr,
+    check,
+    check_choice,
+    check_instance,
+    keyword_hints,
+    place_in_errors,
+    short_repr,
+)
 from jchop._common.paths import check_path_pattern, common_path_pattern, matches_path, nearest_paths_hint, path_pattern
 from jchop._quantized.products.operand_layout import Hadamard
 from jchop._quantized.products.rule_sources import fields_of_hf, fields_of_qwix
@@ -55,7 +65,9 @@ class Rule(FieldsRepr):
             ``"{Conv,ConvTranspose}"``, ``"!Embed"``. Default None: any.
         operation: a pattern for the computation: ``"dot_general"`` (matrix products and einsums), ``"conv"``,
             ``"ragged_dot"``, ``"embedding"`` (rows that are looked up). A parameter belongs to its first product.
-            Default None: any, and layers without one, as norms.
+            ``"gmm(-1,-2)"`` declares calls of this name, of a Pallas kernel, `jax.jit` or `jax.custom_vjp`: for each
+            operand of floats the axis that is summed over, or ``_``. Default None: any, and layers without one, as
+            norms.
         weight: the spec of the kernel or the embedding: a `Spec`, a format, a scaled format, or text. In a model of
             layers, a rule that decides norms alone rounds their scales to it; every other rule leaves them.
         activation: the spec of the layer's input. In attention it is for queries, keys, values and attention weights.
@@ -145,9 +157,10 @@ class Rule(FieldsRepr):
             check_path_pattern("layer", self.layer, "'Linear'")
         if self.operation is not None:
             operations = ", ".join(OPERATION_NAMES.values())
-            check_path_pattern("operation", self.operation, operations)
-            matches = any(matches_path(self.operation, name) for name in OPERATION_NAMES.values())
-            check(matches, f"operation={self.operation!r} must match one of {operations}")
+            is_text = isinstance(self.operation, str)
+            pattern = check_path_pattern("operation", self._operation_pattern if is_text else self.operation)
+            matches = self.axes_of_calls or any(matches_path(pattern, name) for name in OPERATION_NAMES.values())
+            check(matches, f"operation={self.operation!r} must match one of {operations}, or be as 'gmm(-1,-2)'")
         for name in SPEC_FIELDS:
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else as_spec(value, name, scaled=True))
@@ -254,8 +267,22 @@ class Rule(FieldsRepr):
         """Whether the rule matches any of several paths, as its own and the path of its module."""
         return matches_path(self.path, *paths) and all(
             pattern is None or (bool(name) and matches_path(pattern, name))
-            for pattern, name in ((self.layer, layer), (self.operation, operation))
+            for pattern, name in ((self.layer, layer), (self._operation_pattern, operation))
         )
+
+    @cached_property
+    def _operation_pattern(self) -> str | None:
+        return None if self.operation is None else _CALL_AXES.sub("", self.operation)
+
+    @cached_property
+    def axes_of_calls(self) -> dict[str, tuple[int | None, ...]]:
+        """The axes of operands that `operation` says calls sum over, by the pattern of the name of the call."""
+        example = f"operation={self.operation!r} must give the axis of each operand as a number or _, as 'gmm(-1,-2)'"
+        with place_in_errors(example):
+            return {
+                name: tuple(None if axis.strip() == "_" else int(axis) for axis in axes.split(","))
+                for name, axes in _CALL.findall(self.operation or "")
+            }
 
     @property
     def forward_rotation(self) -> Hadamard | None:
@@ -270,9 +297,10 @@ class Rule(FieldsRepr):
     @property
     def stochastic(self) -> bool:
         """Whether any rounding draws random bits."""
-        return any(is_stochastic(getattr(self, name)) for name in SPEC_FIELDS) or (
-            self.matmul is not None and self.matmul.stochastic
+        draws = (self.matmul is not None and self.matmul.stochastic) or (
+            self.rotation is not None and self.rotation.draws
         )
+        return draws or any(is_stochastic(getattr(self, name)) for name in SPEC_FIELDS)
 
     def __str__(self) -> str:
         fields = []
@@ -283,6 +311,9 @@ class Rule(FieldsRepr):
         return f"Rule({', '.join([repr(self.path), *fields])})"
 
 
+#: A call that `operation` declares.
+_CALL_AXES = re.compile(r"\([^()]*\)")
+_CALL = re.compile(r"([^\s()]+)\(([^()]*)\)")
 _KEYWORDS_ELSEWHERE: dict[str, str] = {
     **dict.fromkeys(
         ("weight_qtype", "act_qtype", "bwd_qtype", "tile_size", "module_path", "op_names", "weight_calibration_method"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,6 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from jchop._common.checks import check
+from jchop._common.paths import matches_path
 from jchop._program import step
 from jchop._program.control import CONTROL
 from jchop._program.run import Planner
@@ -32,8 +34,8 @@ class ParamUse:
         primitive: that takes it.
         source: file and line.
         view: how a product takes it, or a look-up.
-        is_intact: whether a product takes its numbers themselves, none of them computed with, along the sum in their
-            order.
+        reversed_axes: whose numbers a product takes in reverse order; None if it does not take the numbers themselves,
+            or along the sum in another order.
         cuts: the slices of it that were taken before.
         why: why it has no scales for this use; empty if it may have.
         axes: the parts of each axis of the value that is added to data.
@@ -46,10 +48,15 @@ class ParamUse:
     primitive: str
     source: str
     view: provenance.MatrixView | None = None
-    is_intact: bool = True
+    reversed_axes: frozenset[int] | None = frozenset()
     cuts: tuple[tuple[provenance.AxisFactors, Any, Any], ...] = ()
     why: str = ""
     axes: tuple[provenance.AxisFactors, ...] = ()
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether a product takes its numbers themselves, along the sum in their order."""
+        return self.reversed_axes == frozenset()
 
     @property
     def where(self) -> str:
@@ -91,6 +98,19 @@ class ParamUse:
         return block
 
 
+@dataclass(frozen=True)
+class DeclaredCall:
+    """A call by its name, such as of a kernel, whose sums a rule declares. Its derivatives are its own.
+
+    Args:
+        name: of the function or kernel.
+        layouts: of each operand; None for one that stays as it is.
+    """
+
+    name: str
+    layouts: tuple[OperandLayout | None, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProductStep(step.ProgramStep):
     """One equation.
@@ -103,6 +123,7 @@ class ProductStep(step.ProgramStep):
         moves: whether it only moves numbers.
         source: file and line.
         opaque_uses: uses of parameters of which an operand of the product is computed, without their axes.
+        call: of a call that a rule declares, which has no `product`.
     """
 
     uses: tuple[tuple[ParamUse, ...], ...] = ()
@@ -112,6 +133,12 @@ class ProductStep(step.ProgramStep):
     data: tuple[bool, ...] = ()
     moves: bool = False
     source: str = ""
+    call: DeclaredCall | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the primitive, or of the declared call."""
+        return super().name if self.call is None else self.call.name
 
     @property
     def where(self) -> str:
@@ -125,26 +152,32 @@ class ProductStep(step.ProgramStep):
 
 
 class ProvenancePlanner(Planner):
-    """Follows parameters through a program."""
+    """Follows parameters through a program.
+
+    Args:
+        axes_of_calls: as of `Rule`.
+    """
 
     no_facts = provenance.NO_PROVENANCE
 
-    def __init__(self) -> None:
+    def __init__(self, axes_of_calls: Mapping[str, Sequence[int | None]] | None = None) -> None:
         super().__init__()
+        self._axes_of_calls = axes_of_calls or {}
         self._last_source = self._outer_source = ""  # of the last equation, and of the one that holds the program
         self._name = ""  # the primitive of the last equation
+        self._call = self._outer_call = ""  # the outermost function with a derivative of its own, likewise
         self.data_changes: dict[int, ParamUse] = {}
 
     def plan(
         self, closed: Any, known: Sequence[Any], scope: str = "", constants: Sequence[Any] | None = None
     ) -> ProgramPlan:
         """The plan of a jaxpr. An equation with frames of libraries alone has the source of the equation around it."""
-        before = self._outer_source, self._last_source, self._name
-        self._outer_source = self._last_source
+        before = self._outer_source, self._last_source, self._name, self._outer_call
+        self._outer_source, self._outer_call = self._last_source, self._call
         try:
             return super().plan(closed, known, scope, constants)
         finally:
-            self._outer_source, self._last_source, self._name = before
+            self._outer_source, self._last_source, self._name, self._outer_call = before
 
     def common(self, knowns: Iterable[provenance.Provenance | None]) -> provenance.Provenance:
         """The provenance of a value that is one of several; `data_changes` has parameters that data replace."""
@@ -175,7 +208,13 @@ class ProvenancePlanner(Planner):
             eqn=eqn, kind="bound", scope=scope, number=number, known=facts, data=tuple(f.data for f in facts),
             source=source,
         )  # fmt: skip
+        call = name_of_call(eqn)
+        declared = (axes for pattern, axes in self._axes_of_calls.items() if call and matches_path(pattern, call))
+        axes = next(declared, None)
+        if axes is not None and any(result.data) and not is_jchop_scope(scope):
+            return _declared_call(result, call, axes)
         if name in CONTROL and not is_jchop_scope(scope):
+            self._call = self._outer_call or (call if name in step.CUSTOM_CALLS else "")
             return replace(result, kind="control")
         if name == "optimization_barrier":  # each result is its own operand
             return replace(result, out=facts, moves=True)
@@ -201,7 +240,7 @@ class ProvenancePlanner(Planner):
                 biases = [o for o in facts[i].origins if o.bias_use and not _is_weight_matrix(o, layout, batch)]
                 opaque_uses += [o.bias_use for o in biases]
                 uses.append(tuple(
-                    use(o.leaf, view=_view_of(o, layout), is_intact=_keeps_order_along(o, matter, shape), cuts=o.cuts)
+                    use(o.leaf, view=_view_of(o, layout), reversed_axes=_reversals(o, matter, shape), cuts=o.cuts)
                     for o in facts[i].origins if o not in biases
                 ))  # fmt: skip
             return replace(
@@ -212,7 +251,8 @@ class ProvenancePlanner(Planner):
         taker = JCHOP_SCOPE if name in CONTROL else name  # a program that a function of jchop holds
         if data:
             kind = "sum" if name in _SUM_PRIMITIVES else "other"
-            uses = _uses_of(facts, lambda o: ParamUse(o.leaf, kind, taker, source, cuts=o.cuts, axes=o.axes))
+            why = _KERNEL_REASON.format(call=self._outer_call or call) if _is_kernel(eqn) else ""
+            uses = _uses_of(facts, lambda o: ParamUse(o.leaf, kind, taker, source, cuts=o.cuts, why=why, axes=o.axes))
             return replace(result, uses=uses, out=(provenance.FROM_DATA,) * len(eqn.outvars))
         outs = [self._out(eqn, facts, i) for i in range(len(eqn.outvars))]
         if name in _SUM_PRIMITIVES:
@@ -265,6 +305,62 @@ def _uses_of(
     return tuple(tuple(o.bias_use or use(o) for o in fact.origins if o.leaf not in but) for fact in facts)
 
 
+def _is_kernel(eqn: Any) -> bool:
+    """Whether an equation calls a kernel, whose program says nothing about sums."""
+    return eqn.primitive.name in ("pallas_call", "ffi_call", *step.BATCHED_CALLS)
+
+
+def name_of_call(eqn: Any) -> str:
+    """The name of the function or kernel that an equation calls; empty for another equation."""
+    if not _is_kernel(eqn) and eqn.primitive.name not in _NAMED_CALLS:
+        return ""
+    info = next((program.debug_info for program in step.programs_of(eqn)), None)
+    return str(eqn.params.get("name") or eqn.params.get("target_name") or getattr(info, "func_name", ""))
+
+
+def _declared_call(result: ProductStep, call: str, axes: Sequence[int | None]) -> ProductStep:
+    """A step of a call that sums over declared axes of its first operands of floats.
+
+    Raises:
+        ValueError: for axes that the operands do not have, or two sums of different lengths.
+    """
+    eqn, facts = result.eqn, result.known
+    programs = step.programs_of(eqn) if eqn.primitive.name in step.PLAIN_CALLS else ()
+    names = next((program.debug_info.arg_names for program in programs), None) or ()  # empty for values closed over
+    consts = eqn.params.get("num_consts", next((i for i, name in enumerate(names) if name), 0))
+    shapes = {i: v.aval.shape for i, v in enumerate(eqn.invars) if getattr(v.aval, "dtype", None) is not None}
+    floats = [i for i in shapes if i >= consts and jnp.issubdtype(eqn.invars[i].aval.dtype, jnp.floating)]
+    given = ", ".join(str(list(shapes[i])) for i in floats)
+    text = f"operation: {call}({','.join('_' if axis is None else str(axis) for axis in axes)}) at {result.source}"
+    check(len(axes) <= len(floats), f"{text} names {len(axes)} operands of floats; it has {len(floats)}: {given}")
+    summed = {i: axis for i, axis in zip(floats, axes, strict=False) if axis is not None}
+    fit = all(-len(shapes[i]) <= axis < len(shapes[i]) for i, axis in summed.items())
+    lengths = [shapes[i][axis] for i, axis in summed.items()] if fit else []
+    if not fit or len(set(lengths[:2])) > 1:
+        raise ValueError(
+            f"{text} does not fit its operands, of shapes {given}: the first two are summed over axes of one length; "
+            "a call along other axes needs a name of its own, of a jax.jit around it"
+        )
+    layouts, uses = [], []
+    for i, fact in enumerate(facts):
+        if i not in summed:
+            layouts.append(None)
+            uses.append(_uses_of([fact], lambda o: ParamUse(o.leaf, "other", call, result.source, cuts=o.cuts))[0])
+            continue
+        ndim = len(shapes[i])
+        axis = summed[i] % ndim
+        layouts.append(layout := OperandLayout(tuple(provenance.other_axes([axis], ndim)), (axis,)))
+        use = partial(ParamUse, kind="product", primitive=call, source=result.source)
+        uses.append(tuple(
+            use(o.leaf, view=_view_of(o, layout), reversed_axes=_reversals(o, (axis,), shapes[i]), cuts=o.cuts)
+            for o in fact.origins
+        ))  # fmt: skip
+    return replace(
+        result, kind="product", call=DeclaredCall(call, tuple(layouts)), uses=tuple(uses),
+        opaque_uses=provenance.opaque_uses_of(facts), out=(provenance.FROM_DATA,) * len(eqn.outvars),
+    )  # fmt: skip
+
+
 def holds_several_arrays(uses: Sequence[ParamUse]) -> bool:
     """Whether the slices of a parameter are arrays of their own, so that no layout of the whole suits them.
 
@@ -301,14 +397,14 @@ def _axis_slices(
     return [(parts, start, short) for parts, start, n, short in both if parts and n != short]
 
 
-def _keeps_order_along(origin: provenance.ParamOrigin, axes: Sequence[int], shape: Sequence[int]) -> bool:
-    """Whether a value has the parameter's numbers themselves, along some axes in their order.
+def _reversals(origin: provenance.ParamOrigin, axes: Sequence[int], shape: Sequence[int]) -> frozenset[int] | None:
+    """The axes whose numbers are reversed; None if it has other numbers, or, along some axes, another order.
 
     An axis that was cut and is as long as before was joined of pieces, perhaps in another order.
     """
     whole = [origin.axes[i] for i in axes if math.prod(part.size for part in origin.axes[i]) == shape[i]]
     pairs = [(part, one) for parts in whole for part in parts for cut, *_ in origin.cuts for one in cut]
-    return origin.is_intact and not any(_lies_within(a, (b,)) or _lies_within(b, (a,)) for a, b in pairs)
+    return None if any(_lies_within(a, (b,)) or _lies_within(b, (a,)) for a, b in pairs) else origin.reversed_axes
 
 
 def _lies_within(part: provenance.AxisFactor, parts: provenance.AxisFactors) -> bool:
@@ -400,12 +496,14 @@ def _ragged_product_of(eqn: Any) -> RaggedProduct | str:
 
 
 _DATA_CHANGE_REASON = "data change it"
+_KERNEL_REASON = "the sums of this kernel are not declared, as by operation='{call}(-1,-2)'"
 _COMPLEX_REASON = "complex numbers have no scales"
 _PRODUCT_READERS = {
     "dot_general": dot_product_of,
     "conv_general_dilated": _conv_product_of,
     "ragged_dot_general": _ragged_product_of,
 }
+_NAMED_CALLS = (*step.PLAIN_CALLS, *step.CUSTOM_CALLS)
 _SUM_PRIMITIVES = provenance.ADD_PRIMITIVES | {"add_any"}
 #: Which axes of the first operand they take single indexes of, that are no counters of loops.
 _LOOK_UP_AXES: dict[str, Callable[[ProductStep], set[int]]] = {

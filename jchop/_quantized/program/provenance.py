@@ -44,8 +44,8 @@ class ParamOrigin:
     Args:
         leaf: the index of the parameter.
         axes: the parts of each axis of the value; empty for an axis that the parameter has not.
-        is_intact: whether the value has the parameter's numbers themselves, none of them computed with or reversed, nor
-            sent between devices.
+        reversed_axes: of the parameter, whose numbers stand in reverse order; None if the value has not the numbers
+            themselves: if they were computed with, merged with others, or sent between devices.
         cuts: the slices that were taken, by axis: its parts, where the slice begins, and how long it is.
         spread: whether it stands at several places along an axis that the parameter has not, perhaps of length 1.
         bias_use: the use of a parameter that was added, spread, to a value made of parameters; None for none.
@@ -53,10 +53,15 @@ class ParamOrigin:
 
     leaf: int
     axes: tuple[AxisFactors, ...]
-    is_intact: bool = True
+    reversed_axes: frozenset[int] | None = frozenset()
     cuts: tuple[tuple[AxisFactors, Any, Any], ...] = field(default=(), compare=False)
     spread: bool = field(default=False, compare=False)
     bias_use: Any = field(default=None, compare=False)
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether the value has the parameter's numbers themselves, none of them reversed."""
+        return self.reversed_axes == frozenset()
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ def merge_provenance(facts: Sequence[Provenance]) -> Provenance:
         earlier = origins.setdefault(origin.leaf, origin)
         if earlier != origin or earlier.cuts != origin.cuts:
             cuts = tuple(dict.fromkeys((*earlier.cuts, *origin.cuts)))
-            origins[origin.leaf] = replace(earlier, is_intact=False, cuts=cuts)
+            origins[origin.leaf] = replace(earlier, reversed_axes=None, cuts=cuts)
     from_keys, has_product = any(fact.from_keys for fact in facts), any(fact.has_product for fact in facts)
     return Provenance(False, tuple(origins.values()), opaque_uses_of(facts), from_keys, has_product)
 
@@ -132,10 +137,14 @@ def move_origin(
 ) -> ParamOrigin | None:
     """The origin of the result of a primitive for a value of `shape`; None if its axes are not the parameter's."""
     axes = _move_axes(name, params, origin.axes, tuple(shape), tuple(out))
-    is_intact = origin.is_intact and name in MOVE_PRIMITIVES and name not in ("rev", "dynamic_update_slice")
+    reversed_axes = origin.reversed_axes if name in MOVE_PRIMITIVES and name != "dynamic_update_slice" else None
+    if name == "rev" and reversed_axes is not None:
+        parts = [origin.axes[axis] for axis in params["dimensions"]]
+        is_whole = all(len(some) <= 1 for some in parts)
+        reversed_axes = reversed_axes.symmetric_difference(p.axis for some in parts for p in some) if is_whole else None
     broadcasts = len(out) > len(shape) or math.prod(out) > math.prod(shape)
     spread = origin.spread or (broadcasts and name not in SAME_AXES_PRIMITIVES)
-    return None if axes is None else replace(origin, axes=axes, is_intact=is_intact, spread=spread)
+    return None if axes is None else replace(origin, axes=axes, reversed_axes=reversed_axes, spread=spread)
 
 
 def _move_axes(

@@ -17,6 +17,7 @@ from jchop._common.paths import common_path_pattern, names_last_part, path_patte
 from jchop._program.step import ProgramPlan
 from jchop._quantized.products.codes import block_along_sum
 from jchop._quantized.products.contraction import ProductRoundings, check_operand_specs
+from jchop._quantized.products.operand_layout import OperandLayout, check_layout_axes
 from jchop._quantized.products.product import ConvProduct, OperandSwap
 from jchop._quantized.products.rule import (
     OPERATION_NAMES,
@@ -39,6 +40,7 @@ from jchop._quantized.program.param_uses import (
     ProvenancePlanner,
     holds_several_arrays,
     is_complex_product,
+    name_of_call,
 )
 from jchop._quantized.program.provenance import MatrixLayout, MatrixView
 from jchop._quantized.program.runner import QuantizedRunner
@@ -195,7 +197,7 @@ class QuantizedProgram:
             "" if rule is None else str(rule),
             {name: str(value) for name, value in rounded.items() if value is not None},
             step.source,
-            "" if platform is None or rule is None or refusal else _operand_types(step, rule, platform),
+            "" if platform is None or rule is None or refusal or step.call else _operand_types(step, rule, platform),
             "" if roundings is None else _constant_note(step, roundings),
         )
 
@@ -204,7 +206,7 @@ def _constant_note(step: ProductStep, roundings: ProductRoundings) -> str:
     """That an operand of a product of data is a constant, such as a Fourier basis, and is rounded; else empty."""
     side = next((i for i, is_data in enumerate(step.data[:2]) if not is_data), None)
     spec = roundings.left if side == 0 else roundings.right
-    if side is None or step.param_uses or spec is None:
+    if side is None or step.param_uses or spec is None or step.call is not None:
         return ""
     scope, shape = step.scope, "×".join(map(str, step.eqn.invars[side].aval.shape))
     name, within = (path_pattern(scope), "") if scope else ("basis", ", within jax.named_scope('basis'),")
@@ -258,7 +260,7 @@ def plan_quantized_program(
     flat.__wrapped__ = fun  # type: ignore[attr-defined] # JAX's errors name it
     with jax.disable_jit(False):
         jaxpr, out = jax.make_jaxpr(flat, return_shape=True)(*call.abstract)
-    analyst = ProvenancePlanner()
+    analyst = ProvenancePlanner(_axes_of_calls(rules))
     plan = analyst.plan(jaxpr, call.facts)
     uses: dict[int, list[ParamUse]] = {leaf: [use] for leaf, use in analyst.data_changes.items()}
     for step in plan.walk():
@@ -268,7 +270,7 @@ def plan_quantized_program(
     numbers = []
     for leaf, path in enumerate(call.paths):
         use = _main_use(uses.get(leaf, ()))
-        operation = "" if use is None or use.view is None else OPERATION_NAMES.get(use.primitive, "")
+        operation = "" if use is None or use.view is None else OPERATION_NAMES.get(use.primitive, use.primitive)
         numbers.append(param_rule_index(path, rules, classes.get(path, ""), operation))
     program = QuantizedProgram(
         plan=plan, tree=jax.tree.structure(out), rules=rules, paths=call.paths, shapes=shapes, uses=uses,
@@ -302,6 +304,18 @@ def plan_quantized_program(
     return program
 
 
+def _axes_of_calls(rules: Sequence[Rule]) -> dict[str, tuple[int | None, ...]]:
+    """The calls that rules declare."""
+    declared: dict[str, tuple[int | None, ...]] = {}
+    for name, axes in (call for rule in rules for call in rule.axes_of_calls.items()):
+        if declared.setdefault(name, axes) != axes:
+            raise ValueError(
+                f"operation: rules declare {name!r} with axes {declared[name]} and {axes}; give one of these calls "
+                "another name, of a jax.jit around it"
+            )
+    return declared
+
+
 def _products_with_rules(
     plan: ProgramPlan, rules: Sequence[Rule], numbers: Sequence[int | None], classes: Mapping[str, str]
 ) -> Iterator[tuple[ProductStep, Rule | None]]:
@@ -309,13 +323,14 @@ def _products_with_rules(
     for step in plan.walk():
         if step.refusal:
             yield step, None
-        if step.product is None:
+        if step.product is None and step.call is None:
             continue
         if step.param_uses:
             rule_numbers = [n for use in step.param_uses if (n := numbers[use.leaf]) is not None]
             yield step, rules[rule_numbers[0]] if rule_numbers else None
         elif any(step.data):
-            number = rule_index(step.scope, rules, _scope_class(step.scope, classes), OPERATION_NAMES[step.name])
+            operation = OPERATION_NAMES.get(step.name, step.name)
+            number = rule_index(step.scope, rules, _scope_class(step.scope, classes), operation)
             yield step, None if number is None else rules[number]
 
 
@@ -352,6 +367,8 @@ def _scope_class(scope: str, classes: Mapping[str, str]) -> str:
 
 def _roundings_of_product(step: ProductStep, rule: Rule, placements: Mapping[int, Any]) -> ProductRoundings | None:
     """How the operands of a product are rounded; None if nothing is."""
+    if step.call is not None:
+        return _roundings_of_call(step, step.call.layouts, rule)
     assert step.product is not None
     if _multiplies_params_alone(step):
         return None
@@ -375,6 +392,24 @@ def _roundings_of_product(step: ProductStep, rule: Rule, placements: Mapping[int
         return None
     check_operand_specs(product, roundings)
     return roundings
+
+
+def _roundings_of_call(
+    step: ProductStep, layouts: Sequence[OperandLayout | None], rule: Rule
+) -> ProductRoundings | None:
+    """How the data of a declared call are rounded; None if they are not."""
+    fields = ("gradient", "input_gradient", "weight_gradient", "matmul", "rotation", "scale_from")
+    refused = [name for name in fields if getattr(rule, name) is not None] + ["product"] * (rule.product == "codes")
+    if refused:
+        raise NotImplementedError(
+            f"{rule}: {', '.join(refused)} of {step.where}, which has sums and derivatives of its own; put a rule with "
+            f"operation={step.name!r} and weight= or activation= alone before it"
+        )
+    roundings = ProductRoundings(rule.activation, place=Location(step.name, step.scope or step.source, rule))
+    for layout, data in zip(layouts, step.data, strict=True):
+        if layout is not None and data:
+            check_layout_axes("activation", rule.activation, layout.ndim, roundings.place)
+    return None if rule.activation is None else roundings
 
 
 def _params_without_blocks(program: QuantizedProgram, step: ProductStep, rule: Rule) -> Iterator[tuple[str, str]]:
@@ -419,7 +454,9 @@ def _check_rules_match(program: QuantizedProgram, elsewhere: Collection[int]) ->
     numbers_in_use |= {rules.index(rule) for _, rule in products if rule is not None}
     idle = [rule for number, rule in enumerate(rules) if number not in numbers_in_use]
     scopes = sorted({step.scope for step, _ in products if step.scope})
-    refuse_idle_rules(idle, "parameter and no product", [*paths, *scopes])
+    names = {name_of_call(step.eqn) for step in program.plan.walk()} if any(rule.axes_of_calls for rule in idle) else ()
+    calls = f"; the program has calls: {', '.join(sorted(filter(None, names))[:8])}" if names else ""
+    refuse_idle_rules(idle, "parameter and no product", [*paths, *scopes], calls)
     for leaf, number in enumerate(program.rule_indexes):
         if number is None:
             continue
@@ -515,7 +552,7 @@ def _earlier_rounding_text(use: ParamUse) -> str:
 
 def _multiplies_params_alone(step: ProductStep) -> bool:
     """Whether both operands of a product come from parameters, and neither from data."""
-    return bool(step.uses) and all(step.uses[:2])
+    return bool(step.uses) and all(step.uses[:2]) and step.call is None
 
 
 _USE_ORDER = {"product": 0, "rows": 1, "complex": 2, "sum": 3, "opaque": 4, "other": 5}

@@ -21,6 +21,7 @@ from jchop._program.run import Runner, interpret
 from jchop._program.step import CUSTOM_CALLS, HIGH_CALLS, PLAIN_CALLS, ProgramPlan
 from jchop._quantized.products.codes import CodedArray, block_along_sum
 from jchop._quantized.products.contraction import OperandForms, ProductRoundings, contract
+from jchop._quantized.products.operand_layout import OperandLayout, round_in_layout
 from jchop._quantized.products.product import DotProduct, OperandSwap
 from jchop._quantized.products.scale_from import LSQ
 from jchop._quantized.products.scales import round_under_state
@@ -92,6 +93,8 @@ class QuantizedRunner(Runner):
         """One equation."""
         if part.moves and any(isinstance(x, RoundedAndFull) for x in args):
             return self._move_param(part, args)
+        if part.call is not None:
+            return self._declared_call(part, part.call.layouts, seeds, list(map(rounded_value, args)))
         if part.product is not None and any(map(_adapter_of, args)):
             return [self._adapter_product(part, seeds, args)]
         if part.product is not None:
@@ -151,6 +154,19 @@ class QuantizedRunner(Runner):
             elif part.name in _CODE_MOVES and (fill is None or fill != fill):
                 codes = [moving.map_arrays(lambda v, i=i: _move_code_part(part, v, rest)[i]) for i in range(len(low))]
         return [RoundedAndFull(*each) for each in zip(low, full, codes, strict=True)]
+
+    def _declared_call(
+        self, step: ProductStep, layouts: Sequence[OperandLayout | None], seeds: Keys | None, args: list[Any]
+    ) -> list[Any]:
+        """A call whose sums a rule declares, as a whole, of rounded data and parameters."""
+        how, count = self.roundings.get(id(step)), 2 * len(args)
+        if how is not None:
+            key = None if seeds is None or not how.stochastic else seeds.turn(step.number).key
+            keys = [None] * count if key is None else split_prng_key(key, count)
+            for i, layout in enumerate(layouts):
+                if layout is not None and step.data[i]:
+                    args[i] = round_in_layout(layout, args[i], how.left, *keys[2 * i : 2 * i + 2])
+        return bind(step.eqn.primitive, step.eqn.params, *args)
 
     def _product(self, step: ProductStep, seeds: Keys | None, args: list[Any]) -> Array:
         roundings = self.roundings[id(step)]

@@ -15,6 +15,8 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal
 
+import numpy as np
+
 from jchop._common.checks import quote
 from jchop.formats._base import ElementFormat, exact_number, floor_log2
 from jchop.formats._codebook import CodebookFormat
@@ -33,6 +35,12 @@ def _half_ulp_carry(element: ElementFormat, fraction: int, _: int) -> int:
     assert isinstance(element, FloatFormat | UniformFormat)
     bits = element.frac_bits if isinstance(element, FloatFormat) else element.bits - 1 - element.signed
     return 1 << (fraction - bits - 1) if bits < fraction else 0
+
+
+def _integers_up_to_max(element: ElementFormat) -> CodebookFormat:
+    """The integers of as many bits, but for the least one, times M over the largest of them, in binary32."""
+    most = (1 << (element.bits - 1)) - 1
+    return CodebookFormat(tuple(float(np.float32(i * element.max / most)) for i in range(-most, most + 1)))
 
 
 def _is_e2m1(element: ElementFormat) -> bool:
@@ -55,10 +63,12 @@ class ScaleRule:
         tensor_scale: whether the scale is a product with a binary32 scale of the whole tensor.
         constant: of an element format, the scale of every tensor; None if it follows from the tensor.
         top: of a scale format, the scale of the group with the largest number if the tensor has a scale too.
+        second: of an element format, the other levels that a group may have. The sign of its stored scale says which.
         fit: which numbers of a group count. With "ends" its ends alone, with "range" the range of all x for a zero
             point, with "percentile" a percentile. The others use all numbers: least "squares" of many scales or of
-            "either" divisor's scales, their "power" (the mean of their squares), or its "root". With "levels" the ends
-            of groups within groups count, one for each time that the scales are quantized again.
+            "either" divisor's scales, or of either levels, their "power" (the mean of their squares), or its "root".
+            With "eden" the scale of the ends is corrected by all numbers. With "levels" the ends of groups within
+            groups count, one for each time that the scales are quantized again.
         percentile: the q of "percentile".
         fill: the number that fills up the last block of an axis: 0, or NaN for a rule that counts numbers.
         takes: whether an element format may have this rule.
@@ -72,7 +82,8 @@ class ScaleRule:
     tensor_scale: bool = False
     constant: Callable[[ElementFormat], float] | None = None
     top: Callable[[FloatFormat], Fraction] = lambda scale: Fraction(scale.max)
-    fit: Literal["ends", "range", "percentile", "squares", "either", "power", "root", "levels"] = "ends"
+    second: Callable[[ElementFormat], CodebookFormat] | None = None
+    fit: Literal["ends", "range", "percentile", "squares", "either", "power", "root", "eden", "levels"] = "ends"
     percentile: Fraction | None = None
     fill: float = 0.0
     takes: Callable[[ElementFormat], bool] = lambda element: True
@@ -153,6 +164,26 @@ SCALE_RULES: Mapping[str, ScaleRule] = MappingProxyType(
                 fit="either",
                 takes=lambda element: element.code_of(exact_number(Fraction(element.max) * 2 / 3)) is not None,
                 needs="two thirds of its largest value",
+            ),
+            ScaleRule(
+                "int_or_float",
+                "as two_level; each group has the levels of the element format, or integers i with -k <= i <= k times "
+                "M / k, with 2 k + 1 of them in the bits of a code, if the sum of squared errors is smaller, summed in "
+                "binary32; then its stored scale has a minus sign",
+                tensor_scale=True,
+                second=_integers_up_to_max,
+                fit="either",
+                takes=lambda element: isinstance(element, FloatFormat) and element.signed and element.bits <= 8,
+                needs="a sign and at most 8 bits, a float",
+            ),
+            ScaleRule(
+                "eden",
+                "as two_level for the elements, which are rounded to nearest; they are multiplied by that times c, c "
+                "being sum(x^2) / sum(x y) with y the elements times that, summed in binary32; the spec's rounding is "
+                "of this product; the largest scale of elements is a power of two, to leave room",
+                tensor_scale=True,
+                top=lambda scale: Fraction(2) ** scale.emax,
+                fit="eden",
             ),
             ScaleRule(
                 "levels",

@@ -172,6 +172,8 @@ def _check_scale_format(fmt: Any) -> None:
     if isinstance(scale, FloatFormat):
         check(scale.max >= 1, f"scale={scale} has no number from 1 on, and scales need one")
         check(not fmt.nan_block or scale.has_nan, f"nan_block=True needs a scale format with a NaN, not scale={scale}")
+        signs = fmt.scale_rule.second is None or scale.signed
+        check(signs, f"rule={fmt.rule!r} needs a scale format with a sign, not scale={scale}")
         check(not fmt.nan_block or fmt.scale_rule.by_ends, f"nan_block=True does not go with rule={fmt.rule!r}")
         if fmt.scale_rule.fit == "levels":
             _check_level_scales(scale)

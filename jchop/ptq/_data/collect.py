@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -442,7 +442,9 @@ def _input_rows(product: Any, site: WeightSite, x: Array, kernel: Sequence[int])
     """The input of a product as (batch, rows, summed): an axis of the batch that the weight has not is one of rows."""
     if isinstance(product, ConvProduct):
         image, places = x.transpose(product.numbers.lhs_spec), [kernel[axis] for axis in product.numbers.rhs_spec[2:]]
-        patches = product.geometry(image.shape[2:], places).patches(jnp.moveaxis(image, 1, -1), places)
+        geometry = product.geometry(image.shape[2:], places)
+        geometry = replace(geometry, flips_kernel=geometry.flips_kernel != site.flips_kernel)
+        patches = geometry.patches(jnp.moveaxis(image, 1, -1), places)
         rows = patch_rows(patches, product.feature_groups)
         return rows.reshape(site.layout.matrices[0], -1, rows.shape[-1])  # 1: all groups have one matrix
     if isinstance(product, RaggedProduct):

@@ -78,6 +78,7 @@ class WeightSite:
         stack: how many axes of a stack it has in front.
         turns: how many of these are turns of loops, or have constant indexes, and are looked at one by one.
         groups: how many groups of channels its convolution has; each is a matrix of the batch of `layout`.
+        flips_kernel: whether its convolution takes it in reverse order along all axes of the space.
     """
 
     leaf: int
@@ -87,6 +88,7 @@ class WeightSite:
     stack: int
     turns: int
     groups: int = 1
+    flips_kernel: bool = False
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,8 @@ def find_sites(program: Any) -> WeightSites:
                 index_counts.setdefault(use.leaf, []).append(len(indexes))
     sites.stacks = {leaf: program.shapes[leaf][: counts[0]] for leaf, counts in index_counts.items() if all(counts)}
     interpret(_SiteWalk(program, first_views, sites, walk.operands), program.plan, None, [None] * argument_count)
+    calls = ((step, use) for step in program.plan.walk() if step.call for use in step.param_uses if use.view)
+    sites.reasons |= {use.leaf: f"{step.name} has sums of its own" for step, use in calls}
     for leaf in set(sites.reasons) & set(sites.by_leaf):
         del sites.reasons[leaf]
     for step in program.plan.walk():
@@ -327,11 +331,19 @@ def _product_refusal(
         return "a product of parameters alone"
     if use.view != views[use.leaf]:
         return "another product takes it along other axes"
-    if not use.is_intact:
+    if not use.is_intact and not _flips_kernel(step, side, use):
         return "its numbers are computed with before the product"
     if any(jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in step.eqn.invars[:2]):
         return "its product is complex"
     return "" if side or isinstance(step.product, DotProduct) else f"it is the left operand of {step.name}"
+
+
+def _flips_kernel(step: ProductStep, side: int, use: ParamUse) -> bool:
+    """Whether a convolution takes a kernel in reverse order along all axes of the space."""
+    if not (side and isinstance(step.product, ConvProduct) and use.reversed_axes):
+        return False
+    origin = next(o for o in step.known[side].origins if o.leaf == use.leaf)
+    return use.reversed_axes == {part.axis for i in step.product.numbers.rhs_spec[2:] for part in origin.axes[i]}
 
 
 def _site_of_use(
@@ -365,4 +377,5 @@ def _site_of_use(
     cuts_stack = any(part.axis < stack for parts, *_ in use.cuts for part in parts)
     if turns and (cuts_stack or tuple(turns) != shape[:stack]):
         return "its loop runs over a part of the stack, or over several stacks"
-    return WeightSite(use.leaf, view, batch, layout, stack, len(turns), groups)
+    flips_kernel = _flips_kernel(step, side, use)
+    return WeightSite(use.leaf, view, batch, layout, stack, len(turns), groups, flips_kernel)

@@ -20,6 +20,7 @@ from jax import lax
 from jchop._core.xla import cpu
 from jchop._core.xla.cpu import (
     compute_after,
+    dot_with_one_float_row,
     dot_with_one_row,
     hide_constant,
     integer_maximum,
@@ -400,6 +401,20 @@ def long_sums_of_integers_are_scalar() -> bool:
     long, short = optimized(plain, row, matrix), optimized(lambda x, w: dot_with_one_row(x, w.T[None]), row, matrix)
     written = [program.memory_analysis().temp_size_in_bytes for program in (short, long)]
     return taken_in_windows(long, "s32[2048,1024]") and written[0] < matrix.size < written[1]
+
+
+@guard()
+def matrix_of_one_row_is_written() -> bool:
+    row, matrix = normal(1, 128), np.ones((128, 1024), np.int8)
+
+    def in_eights(row: jax.Array, matrix: jax.Array) -> jax.Array:
+        halves = zip(jnp.split(row, 2, 1), jnp.split(matrix.astype(jnp.float32), 2), strict=True)
+        return dot_with_one_float_row(*((x, [w]) for x, w in halves))[0]
+
+    plain, summed = (optimized(f, row, matrix) for f in (lambda x, w: x @ w.astype(jnp.float32), in_eights))
+    np.testing.assert_allclose(summed(row, matrix)[0], np.full(1024, row.sum()), rtol=1e-5)
+    written = [program.memory_analysis().temp_size_in_bytes for program in (summed, plain)]
+    return written[0] < matrix.size < 4 * matrix.size <= written[1]
 
 
 @guard()

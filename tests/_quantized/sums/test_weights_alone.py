@@ -12,7 +12,12 @@ import pytest
 from further import Further
 
 import jchop as jc
-from jchop._quantized.products.code_products import _fits_dequantize_kernel, _multiply_by_kernel, suits_panels
+from jchop._quantized.products.code_products import (
+    _fits_dequantize_kernel,
+    _multiply_by_kernel,
+    multiply_packed_weights,
+    suits_panels,
+)
 from jchop._quantized.products.codes import encode_operand, expand_codes, multiply_codes
 from jchop._spec.spec import as_spec
 
@@ -45,6 +50,21 @@ def test_sums_of_panels(axis: int, text: str) -> None:
     got = jax.jit(lambda x, w: jc.einsum(letters, x, w))(x, stored)
     want = np.einsum(letters, np.asarray(x, np.float64), np.asarray(jc.dequantize(stored), np.float64))
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-4)
+
+
+@pytest.mark.parametrize("text", ["int4(group=128", "int2(group=all", "uint8(group=64"])
+def test_one_row_has_one_sum_however_its_matrix_is_stored(text: str) -> None:
+    """In the bytes of the codes, or as elements of a byte each: sums of eight products."""
+    stored = jc.quantize(jax.random.normal(jax.random.key(0), (400, 12)), f"{text},axis=0)")
+    x = jax.random.normal(jax.random.key(1), (1, 400))
+    parts = expand_codes(stored).map_arrays(jnp.transpose)
+    block = text.rpartition("=")[2]
+    apart = replace(parts, block=None if block == "all" else int(block))
+    run = jax.jit(lambda x, w: multiply_packed_weights(encode_operand(x, None), w, True, jnp.float32))
+    got = run(x, replace(apart, qarray=stored, shift=expand_codes(stored).shift))
+    np.testing.assert_array_equal(got, run(x, apart))
+    want = np.asarray(x, np.float64) @ np.asarray(jc.dequantize(stored), np.float64)
+    np.testing.assert_allclose(got, want, atol=2e-5)
 
 
 @further.first

@@ -142,6 +142,8 @@ MULTIPLIED: list[tuple[Callable[..., Any], bool]] = [
     (lambda w, x: x @ jnp.roll(w, 2, 1), True),  # not along the sum
     (lambda w, x: x[:, :3] @ w.reshape(2, 3, 10)[1], True),  # a matrix of a stack within an axis
     (lambda w, x: jnp.einsum("bk,bkn->bn", x.T, jnp.roll(w, 1, 0)[:, None]), False),  # batched
+    (lambda w, x: x @ w[::-1], False),
+    (lambda w, x: x @ w[::-1][:, ::-1][::-1, ::-1], True),  # twice
     (lambda w, x: x @ in_parts(lambda w: jax.lax.all_gather(w, "d", tiled=True), "d")(w), False),
 ]
 
