@@ -60,21 +60,25 @@ def _tpu(vmem: int | None) -> Callable[[Array], Array]:
 
 def _copy(numbers: int) -> Callable[[Array], Array]:
     """A copy in words of some numbers of each thread."""
-    return lambda x: _run(lambda x: x, x, numbers)
+    return lambda x: _run(lambda x, tile: x, x, (4, numbers))
 
 
 def _spill(x: Array) -> Array:
-    """512 numbers for each thread, needed again after their sum; a thread has 255 registers at most."""
-    return _run(lambda x: x * jnp.sum(x), x, 512)
+    """512 numbers for each thread, needed again after their maximum; a thread has 255 registers at most."""
+    return _run(lambda x, tile: x * tile.maximum(x, (0, 1, 2)), x, (512, 4))
 
 
-def _run(fun: Callable[[Array], Array], x: Array, numbers: int) -> Array:
-    tile = warpgroups.RegisterTile((4, 32, numbers), 32, False)
+def _run(fun: Callable[[Array, warpgroups.RegisterTile], Array], x: Array, size: tuple[int, int]) -> Array:
+    """`fun` of tiles of some rows, and words of some numbers."""
+    rows, numbers = size
+    tile = warpgroups.RegisterTile((rows, 32, numbers), 32, False)
     shape = x.size // (32 * numbers), 32, numbers
 
     def kernel(program: Array, x: Any, out: Any) -> None:
-        rows = pl.ds(program * 4, 4)
-        tile.store(out.at[rows, :, :], fun(tile.load(x.at[rows, :, :])))
+        place = pl.ds(program * rows, rows)
+        tile.store(out.at[place, :, :], fun(tile.load(x.at[place, :, :]), tile))
 
-    (out,) = warpgroups.call_on_warpgroups(kernel, shape[0] // 4, [x.reshape(shape)], [(shape, x.dtype)], name="tile")
+    (out,) = warpgroups.call_on_warpgroups(
+        kernel, shape[0] // rows, [x.reshape(shape)], [(shape, x.dtype)], name="tile"
+    )
     return out
