@@ -3,8 +3,9 @@
     python examples/qat_digits.py [--small] [--steps 600] [--tuning 300] [--plot digits.png]
 
 A network of three layers is trained in float32. Its weights are rounded to a few bits (PTQ), and then the rounded
-network is trained for more steps (QAT) and packed. Needs `pip install ".[flax,optax,study]"`. With `--small` it takes
-some 20 seconds of CPU time.
+network is trained for more steps (QAT) and packed. The last column trains with the outputs of the float32 network as
+targets in place of labels, and learns the scales, too (LSQ). Needs `pip install ".[flax,optax,study]"`. With `--small`
+it takes some 20 seconds of CPU time.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def _train(graph: Any, params: Any, rest: Any, x: Any, y: Any, key: Any, *, step
 
     def loss(params: Any, rest: Any, chosen: Any) -> Any:
         model = nnx.merge(graph, params, rest, copy=True)
-        value = optax.softmax_cross_entropy_with_integer_labels(model(x[chosen]), y[chosen]).mean()
+        labels = y.ndim == 1
+        error = optax.softmax_cross_entropy_with_integer_labels if labels else optax.softmax_cross_entropy
+        value = error(model(x[chosen]), y[chosen]).mean()
         return value, nnx.state(model, nnx.Not(nnx.Param))  # the streams of keys advance
 
     def step(carry: Any, key: Any) -> Any:
@@ -69,7 +72,7 @@ def _train(graph: Any, params: Any, rest: Any, x: Any, y: Any, key: Any, *, step
 
 
 def train(model: Any, x: Any, y: Any, *, steps: int, rate: float, seed: int) -> None:
-    """Train a model in place."""
+    """Train a model in place; `y` are the labels, or the chances of ten digits for each image."""
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     nnx.update(model, *_train(graph, params, rest, x, y, jax.random.key(seed), steps=steps, rate=rate))
 
@@ -81,22 +84,25 @@ def accuracy(model: Any, x: Any, y: Any) -> float:
 
 def run(
     formats: tuple[str, ...] = FORMATS, *, steps: int, tuning: int, hidden: int = 256, seed: int = 0
-) -> dict[str, tuple[float, float, int]]:
-    """For each format the accuracy after PTQ and after QAT, and the bytes of the parameters; float32 first."""
+) -> dict[str, tuple[float, float, float, int]]:
+    """For each format the accuracy after PTQ, QAT and distillation, and the bytes of the parameters; float32 first."""
     x, y, test_x, test_y = data()
     model = Network(hidden, rngs=nnx.Rngs(seed))
     print(f"training {steps} steps in float32", file=sys.stderr, flush=True)
     train(model, x, y, steps=steps, rate=1e-3, seed=seed)
-    exact = accuracy(model, test_x, test_y)
-    table = {"float32": (exact, exact, _bytes(model))}
+    exact, outputs = accuracy(model, test_x, test_y), jax.nn.softmax(model(x))
+    table = {"float32": (exact, exact, exact, _bytes(model))}
     for fmt in formats:
         print(f"training {tuning} more steps, weights in {fmt}", file=sys.stderr, flush=True)
-        rule = jc.Rule(weight=fmt)
-        tuned = jc.nn.quantize(model, rule)
-        before = accuracy(tuned, test_x, test_y)
-        train(tuned, x, y, steps=tuning, rate=3e-4, seed=seed + 1)
-        packed = jc.nn.quantize(tuned, rule, mode="ptq")
-        table[fmt] = (before, accuracy(packed, test_x, test_y), _bytes(packed))
+        before, results = accuracy(jc.nn.quantize(model, jc.Rule(weight=fmt)), test_x, test_y), []
+        for targets, scales in ((y, None), (outputs, jc.LSQ())):
+            rule = jc.Rule(weight=fmt, scale_from=scales)
+            tuned = jc.nn.quantize(model, rule)
+            train(tuned, x, targets, steps=tuning, rate=3e-4, seed=seed + 1)
+            packed = jc.nn.quantize(tuned, rule, mode="ptq")
+            results.append(accuracy(packed, test_x, test_y))
+        after, distilled = results
+        table[fmt] = (before, after, distilled, _bytes(packed))
     return table
 
 
@@ -104,19 +110,19 @@ def _bytes(model: Any) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
 
 
-def draw(table: dict[str, tuple[float, float, int]], path: str) -> None:
+def draw(table: dict[str, tuple[float, float, float, int]], path: str) -> None:
     """Accuracy before and after training with rounded weights, a pair of bars for each format."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 3.6))
     places = np.arange(len(table))[::-1]
-    for number, (label, shift) in enumerate((("rounded (PTQ)", 0.2), ("trained on (QAT)", -0.2))):
-        bars = axes.barh(places + shift, [row[number] for row in table.values()], 0.38, label=label)
+    for number, label in enumerate(("rounded (PTQ)", "trained on (QAT)", "distilled")):
+        bars = axes.barh(places + 0.26 * (1 - number), [row[number] for row in table.values()], 0.25, label=label)
         axes.bar_label(bars, fmt="%.3f", padding=3, fontsize=8)
-    axes.set_yticks(places, [f"{name.split('(')[0]}\n{row[2] / 1024:.1f} KiB" for name, row in table.items()])
+    axes.set_yticks(places, [f"{name.split('(')[0]}\n{row[3] / 1024:.1f} KiB" for name, row in table.items()])
     axes.set(xlim=(0, 1.1), xlabel="accuracy on test images")
     axes.set_title("digits, weights of few bits", pad=26)
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
     figure.savefig(path, dpi=150, bbox_inches="tight")
 
 
@@ -131,9 +137,9 @@ def main() -> None:
     steps, tuning, hidden = (300, 150, 64) if chosen.small else (600, 300, 256)
     formats = (FORMATS[0], FORMATS[-1]) if chosen.small else FORMATS
     table = run(formats, steps=chosen.steps or steps, tuning=chosen.tuning or tuning, hidden=chosen.hidden or hidden)
-    print(f"{'weights':34}{'PTQ':>8}{'QAT':>8}{'bytes':>10}")
-    for name, (before, after, size) in table.items():
-        print(f"{name:34}{before:8.3f}{after:8.3f}{size:10d}")
+    print(f"{'weights':34}{'PTQ':>8}{'QAT':>8}{'distilled':>11}{'bytes':>10}")
+    for name, (before, after, distilled, size) in table.items():
+        print(f"{name:34}{before:8.3f}{after:8.3f}{distilled:11.3f}{size:10d}")
     if chosen.plot:
         draw(table, chosen.plot)
 

@@ -114,6 +114,28 @@ def leaves_cost_as_much_as_each(wrap: Any) -> None:
     assert many - more <= 1.2 * 3 * (more - few)
 
 
+def scanned(params: Any, x: Any) -> Any:
+    """Layers that are computed again in the backward pass."""
+
+    @jax.checkpoint
+    def layer(x: Any, own: Any) -> Any:
+        return x + jnp.tanh(x @ own["up"]) @ own["down"], None
+
+    return jax.lax.scan(layer, x, params)[0]
+
+
+@pytest.mark.parametrize("rule", ["nvfp4", INT8], ids=["nvfp4", "int8"])
+def test_sixty_layers_of_a_scan_cost_one(rule: Any) -> None:
+    """In a training step, and with packed parameters."""
+    low, x = jc.quantize_fn(scanned, rule), jnp.ones((8, 64))
+    found = []
+    for count in (1, 60):
+        params = {"up": jnp.ones((count, 64, 128)), "down": jnp.ones((count, 128, 64))}
+        step = lines_of(jax.grad(lambda p, x: low(p, x).sum()), params, x)
+        found.append((step, lines_of(low, low.pack(jax.eval_shape(lambda p=params: p), x), x)))
+    assert all(many <= 1.05 * one for one, many in zip(*found, strict=True)), found
+
+
 def chain(x: Any, y: Any) -> Any:
     """A hundred equations."""
     for i in range(100):

@@ -208,14 +208,18 @@ class _ModelTensor(NamedTuple):
         value = checkpoint.stacked(self.name, parts, stack) if stack else parts[0]
         if isinstance(current, QArray | StoredAs):
             check(
-                isinstance(value, QArray) and form is not None and form.packed is not None,
+                isinstance(value, QArray) and isinstance(current, QArray),
                 f"{self.name!r} is not packed in the checkpoint, and packed in like: pass a like that is not quantized",
             )
-            assert form is not None and form.packed is not None
-            value, layout = codes_in_own_shape(value, form.layout, form.shape, len(stack))
+            wanted: Any = current.spec, None
+            if form is not None and form.packed is not None:
+                wanted = form.packed.spec, form.packed.layout
+                value, layout = codes_in_own_shape(value, form.layout, form.shape, len(stack))
+            else:  # a parameter of a program is packed in the order of its axes
+                value, layout = value if form is None else _in_order_of_parameter(value, form, len(stack)), None
             check(
-                (value.spec, layout) == (form.packed.spec, form.packed.layout),
-                f"{self.name!r} is {value.spec} in the checkpoint, and {form.packed.spec} in like: quantize "
+                (value.spec, layout) == wanted,
+                f"{self.name!r} is {value.spec} in the checkpoint, and {wanted[0]} in like: quantize "
                 "like by the specs of the file, or not at all",
             )
             value = jax.tree.map(lambda new, old: checkpoint.to_devices(new, named_sharding_of(old)), value, current)
@@ -229,6 +233,13 @@ class _ModelTensor(NamedTuple):
             return value
         self.variable.set_value(value)
         return None
+
+
+def _in_order_of_parameter(q: QArray, form: _FileForm, stack: int) -> QArray:
+    """A packed array in the layout of its product, with the axes of the parameter."""
+    order = (*form.layout.free, *form.layout.contracting)
+    parts = q.reshape(*q.shape[:stack], *(form.shape[axis] for axis in order))
+    return parts.transpose(*range(stack), *(stack + int(axis) for axis in np.argsort(order)))
 
 
 def _with_scales_of_rows(q: QArray, free: int) -> QArray:

@@ -49,6 +49,7 @@ def text_of_line(source: str) -> str:
     return linecache.getline(file, int(line)).strip() if line.isdigit() else ""
 
 
+@functools.lru_cache(maxsize=4096)
 def is_library_file(file: str) -> bool:
     """Whether a file is part of JAX, jchop or a library of layers."""
     return file.startswith(_LIBRARY_PATHS) or any(part in file for part in _LAYER_LIBRARIES)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jchop._common.checks import as_numpy, check
+from jchop._common.checks import as_numpy
 from jchop._common.settings import split_prng_key
 from jchop.formats import ScaledFormat
 from jchop.formats.scaled.scaled import axis_indexes
@@ -200,8 +200,9 @@ def _format_axes(fmt: ScaledFormat) -> list[tuple[int, AxisGrouping]]:
 
 
 def _check_format_axes(fmt: ScaledFormat, ndim: int) -> None:
-    for axis, _ in _format_axes(fmt):
-        check(-ndim <= axis < ndim, f"{fmt} names axis {axis}, which an array of {ndim} axes does not have")
+    wrong = next((axis for axis, _ in _format_axes(fmt) if not -ndim <= axis < ndim), None)
+    if wrong is not None:  # the text of a format takes time, and every product asks
+        raise ValueError(f"{fmt} names axis {wrong}, which an array of {ndim} axes does not have")
 
 
 def _as_tuple(item: Any) -> tuple[Any, ...]:

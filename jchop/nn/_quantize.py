@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypeVar, overload
 
+import jax
 from flax import linen, nnx
 from jax import Array
 
@@ -174,6 +175,8 @@ def quantize(
     check_flax_or_equinox("model", model, "; for a function of parameters use jchop.quantize_fn")
     if key is not None:
         raise TypeError("key is for modules of Equinox; one of Flax NNX takes rngs=")
+    if mode not in ("qat", "emulate") and not examples.given and any(map(_is_shape, jax.tree.leaves(nnx.state(model)))):
+        return nnx.eval_shape(lambda model: quantize(model, all_rules, mode, rngs=rngs), model)
     result: Any = nnx.merge(*nnx.split(model), copy=True)  # variables of its own, holding the same arrays
     is_program, traced = is_nnx_program(result), examples.given
     decisions = [] if mode == "emulate" or is_program or batches is not None else nnx_layer_rules(result, all_rules)
@@ -197,6 +200,10 @@ def quantize(
         add_zero_biases(result, all_rules)
     report = quantize_program(result, all_rules, mode, rngs, examples)
     return (result, report) if return_report else result
+
+
+def _is_shape(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 def _pack_plain_layers(model: Any, decisions: Sequence[NnxLayerRule], rngs: nnx.Rngs | None) -> bool:

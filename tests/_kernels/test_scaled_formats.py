@@ -524,6 +524,7 @@ def test_eden_moves_the_draws_from_elements_to_scales(dtype: str) -> None:
         return float(((np.asarray(jc.round_to_format(x, text, key), np.float64) - wide) ** 2).mean())
 
     assert error("nvfp4(rule=eden):stochastic") < 0.5 * error("nvfp4:stochastic")
+    np.testing.assert_array_equal(jc.fit_scale(x, spec)[0][0], jc.fit_scale(x, near)[0][0])
     q = jc.quantize(x, spec, key)
     np.testing.assert_array_equal(np.asarray(jc.dequantize(q)), np.asarray(jc.round_to_format(x, spec, key)))
 

@@ -23,7 +23,7 @@ from digests.training import meshed
 from jchop._quantized.program.adapters import AdaptedParam
 
 RECIPES = ("float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp", "float8_delayed", "mxfp8", "mxfp4",
-           "mxfp4_quartet", "nvfp4", "nvfp4_quartet2", "deepseek_fp8", "int8", "int8_stochastic", "ibm_fp8", "ibm_hybrid_fp8", "wage")
+           "mxfp4_quartet", "nvfp4", "deepseek_fp8", "int8", "int8_stochastic", "ibm_fp8", "ibm_hybrid_fp8", "wage")
 
 
 def rngs(seed: int = 0) -> Any:
@@ -135,7 +135,9 @@ def layers() -> Iterator[Call]:
 
 def whole_models() -> Iterator[Call]:
     n, x = jc.nn, f32(X)
-    for name in RECIPES:
+    random = jc.Hadamard(16, "random", products="both")
+    yield Call("nn.quantize Linear nvfp4_quartet2 qat", lambda: ran("Linear", jc.nn.recipe("nvfp4_quartet2", rotation=random), "qat"), loose=True)
+    for name in (*RECIPES, "nvfp4_quartet2"):
         yield Call(f"nn.recipe {name}", lambda name=name: (str(n.recipe(name)), str(n.recipe(name, path="block", output="bfloat16"))))
     yield Call("nn.keep_wide", lambda: list(map(str, n.keep_wide(blocks="blocks", count=12))))
     yield Call("nn.keep_wide options", lambda: list(map(str, n.keep_wide("blocks", 12, first=1, last=2, others="{embed}"))))

@@ -79,6 +79,37 @@ def every_parameter_of_a_layer_may_be_packed(model: Any, tmp_path: Path) -> None
     assert isinstance(loaded.again.bias, jc.nn.QuantizedParam) and isinstance(loaded.norm.scale, jc.nn.QuantizedParam)
 
 
+class Projection(nnx.Module):
+    """A product of its own, over the first of three axes, and a layer of Flax."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.query = nnx.Param(nnx.initializers.normal()(rngs.params(), (64, 4, 16)))
+        self.out = nnx.Linear(64, 8, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.out(jnp.einsum("bd,dhk->bhk", x, self.query[...]).reshape(-1, 64))
+
+
+@pytest.mark.parametrize("mode", ["qat", "ptq", "weight_only"])
+@pytest.mark.parametrize("traced", [True, False], ids=["program", "layers"])
+def test_abstract_models_are_quantized_then_loaded(traced: bool, mode: Any, tmp_path: Path) -> None:
+    def make() -> Any:
+        return Projection(nnx.Rngs(0)) if traced else nnx.Sequential(nnx.Linear(64, 8, rngs=nnx.Rngs(0)))
+
+    x, rule = jnp.linspace(-1, 1, 128).reshape(2, 64), "int4(group=32)"
+    inputs = (jax.ShapeDtypeStruct(x.shape, x.dtype),) if traced else None
+    model = jc.nn.quantize(make(), rule, mode, inputs=inputs)
+    save_checkpoint(tmp_path, model, "jchop")
+    abstract = jc.nn.quantize(nnx.eval_shape(make), rule, mode, inputs=inputs)
+    shapes, given = ([v.shape for v in jax.tree.leaves(nnx.state(one))] for one in (abstract, model))
+    assert shapes == given
+    np.testing.assert_array_equal(load_checkpoint(tmp_path, like=abstract)(x), model(x))
+    if mode == "ptq":
+        other = jc.nn.quantize(nnx.eval_shape(make), "int4(group=16)", mode, inputs=inputs)
+        with pytest.raises(ValueError, match=r"in the checkpoint, and .*group=16.* in like"):
+            load_checkpoint(tmp_path, like=other)
+
+
 def test_nan_comes_back(tmp_path: Path) -> None:
     def model() -> Any:
         return nnx.Sequential(nnx.Linear(4, 3, rngs=nnx.Rngs(0)))

@@ -27,7 +27,7 @@ def digits(rows: list[list[str]]) -> None:
     (head, *_), *lines = rows
     assert head == "weights" and len(lines) == 3 and lines[0][0] == "float32"
     float32, _, two_bits = (list(map(float, line[1:])) for line in lines)
-    assert two_bits[0] < float32[0] - 0.1 and two_bits[1] > float32[1] - 0.03
+    assert two_bits[0] < float32[0] - 0.1 and min(two_bits[1:3]) > float32[1] - 0.03
 
 
 def sums(rows: list[list[str]]) -> None:
@@ -169,8 +169,9 @@ def an_example_shows_what_it_says(name: str, request: Any, monkeypatch: Any, cap
     if name == "two bits":
         example = load("qat_digits")
         table = example.run(example.FORMATS[-1:], steps=150, tuning=60, hidden=32)
-        (exact, *_), (before, after, size) = table["float32"], table[example.FORMATS[-1]]
-        assert before < exact - 0.1 and after - before > (exact - before) / 2 and size < 1500  # of 13,864 bytes
+        (exact, *_), (before, after, distilled, size) = table["float32"], table[example.FORMATS[-1]]
+        assert before < exact - 0.1 and size < 1500  # of 13,864 bytes
+        assert min(after, distilled) - before > (exact - before) / 2
     elif name == "paged":
         serve(name, tuple(LEAST))
     elif name == "kinds of caches":  # a rolling cache attends to a window, which holds all tokens here

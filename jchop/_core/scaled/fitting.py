@@ -219,10 +219,12 @@ def correct_scales(
         axes: as for `fit_squares`.
         scales: the magnitude bits of the scales.
         plan: the plan.
-        word: random words like `x`, if any; a group uses its first one.
+        word: random words like `x`; a group uses its first one. None, as for a fit: stochastic scales are to nearest.
     """
-    compute = plan.compute
-    assert plan.corrected is not None
+    compute, spec = plan.compute, plan.corrected
+    assert spec is not None
+    if word is None and spec.rounding.stochastic:
+        spec = replace(spec, rounding=Rounding.NEAREST_EVEN, random_bits=None)
     magnitude = bit_ops.split_sign(x, compute)[1]
     largest = largest_finite_magnitude(magnitude, axes, plan)
     lag = jnp.broadcast_to(compute.bias - (largest >> compute.fraction), x.shape)
@@ -232,7 +234,7 @@ def correct_scales(
     factor = bit_ops.lax_where(shared > 0, whole / shared, 1)
     first = word if word is None else word[tuple(slice(0, 1) if i in axes else slice(None) for i in range(x.ndim))]
     product = number_of_magnitude(scales.value, compute) * factor
-    bits = bit_ops.split_sign(round_to_spec(product, plan.corrected, compute, first), compute)[1]
+    bits = bit_ops.split_sign(round_to_spec(product, spec, compute, first), compute)[1]
     return replace(scales, value=elements.clamp_scale(bits, largest == 0, plan)[0])
 
 

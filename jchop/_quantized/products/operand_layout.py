@@ -99,7 +99,7 @@ class Hadamard:
             return
         signs = _default_signs(self.size) if self.signs is None else tuple(self.signs)
         if len(signs) != self.size or not set(signs) <= {1, -1}:
-            raise ValueError(f"signs={self.signs!r} must be {self.size} numbers, each 1 or -1")
+            raise ValueError(f"signs={self.signs!r} must be {self.size} numbers, each 1 or -1, or 'random'")
         object.__setattr__(self, "signs", tuple(int(sign) for sign in signs))
 
     def __repr__(self) -> str:

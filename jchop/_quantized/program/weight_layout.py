@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -116,7 +116,8 @@ class WeightScaleState:
 # -- formats along the axes of a parameter -----------------------------------------------------------------------------
 
 
-def weight_layout_of(shape: Sequence[int], view: provenance.MatrixView | None, spec: Spec) -> WeightLayout:
+@lru_cache(maxsize=4096)
+def weight_layout_of(shape: tuple[int, ...], view: provenance.MatrixView | None, spec: Spec) -> WeightLayout:
     """The rounding of a parameter of `shape` that a product takes as `view` (None: with its own axes).
 
     Raises:
