@@ -412,6 +412,13 @@ def test_other_packages_stay_in_their_place() -> None:
     assert not faults, "\n".join(faults)
 
 
+def test_no_private_name_of_jax_is_imported() -> None:
+    """Nor Pallas' backend for Triton, which JAX will remove."""
+    gone = re.compile(r"jax\._src|jax\.experimental\.pallas\.triton")
+    found = [(module, name) for module in FILES for _, name in imported_names(module) if gone.match(name)]
+    assert found == []
+
+
 def test_one_file_asks_for_devices() -> None:
     others = [module for module in FILES if module != DEVICE_FILE]
     faults = [

@@ -1,4 +1,4 @@
-"""The calls of kernels: grids and blocks on TPU (Mosaic), programs and masked loads on NVIDIA GPUs (Triton)."""
+"""The calls of kernels of TPUs (Mosaic): grids and blocks. Those of NVIDIA GPUs are in `warpgroups.py`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import numpy as np
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.experimental.pallas import triton as plt
 
 #: A shape and a dtype.
-_Result = tuple[tuple[int, ...], Any]
+ArrayType = tuple[tuple[int, ...], Any]
 
 #: The block of a row of words that a TPU's kernel reads one by one. An axis of vmap would break the tiling of a vector.
 SCALARS = pl.BlockSpec(memory_space=pltpu.SMEM)
@@ -52,10 +51,10 @@ def call_on_tpu(
     kernel: Callable[..., None],
     grid: TpuGrid,
     inputs: Sequence[tuple[Array, pl.BlockSpec]],
-    outputs: Sequence[tuple[_Result, pl.BlockSpec]],
+    outputs: Sequence[tuple[ArrayType, pl.BlockSpec]],
     *,
     name: str,
-    scratch: Sequence[_Result] = (),
+    scratch: Sequence[ArrayType] = (),
     interpret: Any = False,
 ) -> tuple[Array, ...]:
     """The results of a kernel that runs for each tile of a grid.
@@ -74,7 +73,7 @@ def call_on_tpu(
     with jax.enable_x64(False):  # otherwise some Python numbers would become 64-bit numbers
         return pl.pallas_call(
             kernel,
-            out_shape=_result_types(arrays, [result for result, _ in outputs]),
+            out_shape=result_types(arrays, [result for result, _ in outputs]),
             grid=tuple(grid.tiles.values()),
             in_specs=[spec for _, spec in inputs],
             out_specs=tuple(spec for _, spec in outputs),
@@ -85,54 +84,10 @@ def call_on_tpu(
         )(*arrays)
 
 
-def call_on_gpu(
-    kernel: Callable[..., None],
-    grid: tuple[int, ...],
-    arrays: Sequence[Array],
-    outputs: Sequence[_Result],
-    *,
-    name: str,
-    tiling: Any,
-    interpret: Any = False,
-) -> tuple[Array, ...]:
-    """The results of a kernel that runs as some programs, which address arrays themselves; as `call_on_tpu`.
-
-    Args:
-        kernel: a function of references: of the arrays and the outputs.
-        grid: the number of programs.
-        arrays: the arrays.
-        outputs: shapes and dtypes of the results.
-        name: of the kernel.
-        tiling: has `num_warps`, and perhaps `num_stages`.
-        interpret: as in `pallas_call`.
-    """
-    # 64-bit types are on only if they are needed; otherwise some Python numbers would become 64-bit numbers.
-    with jax.enable_x64(any(array.dtype.itemsize == 8 for array in arrays)):
-        return pl.pallas_call(
-            kernel,
-            out_shape=_result_types(arrays, outputs),
-            grid=grid,
-            compiler_params=plt.CompilerParams(
-                num_warps=tiling.num_warps, num_stages=getattr(tiling, "num_stages", None)
-            ),
-            interpret=interpret,
-            name=name,
-        )(*arrays)
-
-
-def _result_types(arrays: Sequence[Array], results: Sequence[_Result]) -> tuple[jax.ShapeDtypeStruct, ...]:
+def result_types(arrays: Sequence[Array], results: Sequence[ArrayType]) -> tuple[jax.ShapeDtypeStruct, ...]:
     """The types of results, which vary over the mesh axes that any array varies over."""
     like = jax.eval_shape(lambda *each: sum(jnp.sum(part).astype(jnp.float32) for part in each), *arrays)
     return tuple(jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=like.manual_axis_type) for shape, dtype in results)
-
-
-def load_tile(
-    ref: Any, rows: Array, columns: Array, rows_end: Any, columns_end: Any, lead: tuple[Any, ...] = ()
-) -> Array:
-    """A tile of a matrix, or of that with the indexes `lead`, on a GPU; elements from the ends on are zero."""
-    mask = (rows < rows_end)[:, None] & (columns < columns_end)[None, :]
-    zero = 0.0 if jnp.issubdtype(ref.dtype, jnp.floating) else 0
-    return plt.load(ref.at[*lead, rows[:, None], columns[None, :]], mask=mask, other=zero)
 
 
 def divmod_int32(index: Array, count: int) -> tuple[Array, Array]:

@@ -13,7 +13,6 @@ move axes, the whole body becomes scalar code, which runs again for each use of 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -264,9 +263,7 @@ def _lower_kernel(
         why = reason or why
     if impl == "pallas" and fun is op.body:
         raise NotImplementedError(_no_kernel_message(op, why))
-    with warnings.catch_warnings():  # known here, and users can do nothing about it
-        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
-        return _lower_call(ctx, op, fun, args, **params)
+    return _lower_call(ctx, op, fun, args, **params)
 
 
 def _lower_call(

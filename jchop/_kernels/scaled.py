@@ -36,8 +36,14 @@ from jchop._core.scaled_bodies import (
 from jchop._core.xla.sizes import are_static
 from jchop._kernels.primitive import Kernel, make_op
 from jchop._kernels.remat import Coder
-from jchop._kernels.scaled_tile import CODE_SUBLANES, ScaledBlocksProblem, kernel_words
-from jchop._kernels.tiles import kernel_function, refuse_large, refuse_tpu_dtype
+from jchop._kernels.scaled_tile import CODE_SUBLANES, ScaledBlocksProblem, ScaledGpuTiling, kernel_words
+from jchop._kernels.tiles import (
+    kernel_function,
+    mosaic_gpu_capability,
+    refuse_large,
+    refuse_mosaic_gpu,
+    refuse_tpu_dtype,
+)
 from jchop._spec.spec import Spec
 from jchop.formats import ScaledFormat
 
@@ -87,9 +93,8 @@ round_with_hardware_bits_op = make_op(
 # -- kernels -----------------------------------------------------------------------------------------------------------
 
 
-#: The longest blocks: a tile of the TPU holds at least eight blocks, a program of the GPU one, by `problem.last`.
+#: The longest blocks: a tile of the TPU holds at least eight.
 _LONGEST_TPU_BLOCK = 1024
-_LONGEST_GPU_BLOCKS = {True: 1 << 14, False: 256}
 
 
 def _kernel_on(platform: str, *, quantizes: bool, profitable: Callable[..., bool] = lambda *_, **__: True) -> Kernel:
@@ -116,7 +121,7 @@ def _kernel_on(platform: str, *, quantizes: bool, profitable: Callable[..., bool
         reason = refuse_grouping(x, plan, rows=platform == "gpu")
         return reason or refuse_blocks(x, plan, platform, quantizes=quantizes, **static)
 
-    return Kernel(run_on_blocks, refuse, profitable)
+    return Kernel(run_on_blocks, refuse, profitable, mosaic_gpu_capability)
 
 
 def refuse_grouping(x: Any, plan: ScaledPlan, rows: bool) -> str | None:
@@ -154,18 +159,16 @@ def refuse_blocks(
             return reason
         if block % 8 or (block % CODE_SUBLANES and CODE_SUBLANES % block) or block > _LONGEST_TPU_BLOCK:
             return f"group={block} is not 8, 16 or a multiple of 32 up to {_LONGEST_TPU_BLOCK}"
-    elif min(block, problem.size) > _LONGEST_GPU_BLOCKS[problem.last]:
-        return f"a group of {min(block, problem.size)} numbers is larger than {_LONGEST_GPU_BLOCKS[problem.last]}"
+    elif reason := refuse_mosaic_gpu(x=x.dtype):
+        return reason
+    elif ScaledGpuTiling.for_shape(problem, quantizes) is None:
+        return f"no tile of a warpgroup has whole groups of {min(block, problem.size)} numbers of shape {x.shape}"
     if not quantizes:
-        return None
+        return None if platform == "tpu" or plan.is_power else f"{plan.fmt} has scales that are no powers of two"
     if given or as_dtype is None:
         return "kernels fit scales and make codes, both"
     if bits > 8:
         return f"element={plan.element} has codes of {bits} bits, and they are stored in bytes"
-    if platform == "gpu" and bits in (5, 7):
-        return f"codes of {bits} bits have no kernel; 1, 2, 3, 4, 6 and 8 have"
-    if platform == "gpu" and problem.last and block % problem.codes_of_whole_bytes:
-        return f"a block of {block} codes of {bits} bits does not fill whole bytes"
     return problem.packs_in_view()
 
 
@@ -254,7 +257,7 @@ round_scaled_op = make_op(
     round_body,
     tpu=_kernel_on("tpu", quantizes=False),
     # Of other scales the kernel's exact quotients take longer than XLA's (`docs/measurements/gpu.md`).
-    gpu=_kernel_on("gpu", quantizes=False, profitable=lambda *_, plan, **__: plan.is_power),
+    gpu=_kernel_on("gpu", quantizes=False),
     like_first=True,
     by_backend=True,
     no_inline=True,

@@ -13,7 +13,7 @@ from jax import Array, lax
 from jchop._core.rounding.random_bits import SEEDS, StreamOffset, add_word_pairs, random_words_of_width, split_index
 from jchop._core.scaled.elements import ScaledPlan, scale_dtype
 from jchop._core.xla.backend import TILE
-from jchop._kernels.tiles import LANES, Tiling, next_power_of_two
+from jchop._kernels.tiles import LANES, WARP_LANES, WARPS, Tiling
 
 # -- the problem of a kernel -------------------------------------------------------------------------------------------
 
@@ -89,11 +89,6 @@ class ScaledBlocksProblem:
     def scale_dtype(self) -> jnp.dtype:
         return scale_dtype(self.plan.scale)
 
-    @property
-    def padded_block(self) -> int:
-        """A block's length in a tile of a GPU, a power of two."""
-        return next_power_of_two(min(self.block, self.size))
-
     def packs_in_view(self) -> str | None:
         """The reason why packed rows of the array differ from packed rows of the view, or None."""
         if self.axis < len(self.shape) - 2 and self.shape[-1] * self.bits % 8:
@@ -157,35 +152,59 @@ class ScaledTpuTiling(Tiling):
 
 @dataclass(frozen=True)
 class ScaledGpuTiling(Tiling):
-    """Tiles of the GPU kernels, one program each. All sizes are powers of two.
+    """Tiles of the GPU kernels: rows of words of consecutive numbers, for one warpgroup of 128 threads.
+
+    If the blocks are along the last axis, a row is a block, or a part of the one long block of a tile. Otherwise the
+    rows are those of one block, and a word has numbers of neighbouring blocks.
 
     Args:
-        blocks: blocks of a tile; 1 if they are not along the last axis.
-        lanes: columns of a tile, of whole bytes of codes; 1 if the blocks are along the last axis.
-        num_warps: warps of a program.
+        rows: rows of a tile.
+        words: its words in a row.
+        numbers: numbers of a word, whose codes are stored together, 2, 4 or 8.
+        lanes: the threads of a warp along the words, a power of two; the others, and the warps, are along the rows.
     """
 
-    blocks: int
+    rows: int
+    words: int
+    numbers: int
     lanes: int
-    num_warps: int
 
-    POWERS: ClassVar = {"blocks": 1, "lanes": 1, "num_warps": 1}
+    MULTIPLES: ClassVar = {"rows": 1, "words": 1}
+    POWERS: ClassVar = {"numbers": 2, "lanes": 1}
+    #: The most numbers of a thread, which are in registers, and those that give enough loads.
+    _MOST, _ENOUGH = 48, 16
+    #: The most numbers of a word if a block is divided among warps, which exchange their maxima.
+    _LONGEST_WORD_ACROSS = 4
 
     @classmethod
-    def for_shape(cls, problem: ScaledBlocksProblem) -> ScaledGpuTiling:
-        """The heuristic.
+    def for_shape(cls, problem: ScaledBlocksProblem, quantizes: bool) -> ScaledGpuTiling | None:
+        """The heuristic: words of at most 32 bits, as long as they can be; None if no tile fits."""
+        bits = problem.bits if quantizes else 8
+        if problem.size % problem.block or not problem.inner * problem.outer:
+            return None
+        whole = (numbers for numbers in (8, 4, 2) if numbers * bits % 8 == 0 and numbers * bits <= 32)
+        return next(filter(None, (cls._of_words(problem, numbers) for numbers in whole)), None)
 
-        Along rows, a tile has 2048 elements, 16 for each thread, so that one or a few threads reduce a block. Down
-        columns, 128 columns make a warp of threads with four neighbours each, which reduce their part of a block in
-        registers. A tile has half as many elements for 64-bit numbers, for rows of codes stored in groups of eight,
-        and under stochastic rounding down columns. The registers limit it there. Longer rows have more warps.
-        """
-        padded_block, half = problem.padded_block, problem.plan.compute.width // 64
-        if problem.last:
-            blocks = max((2048 >> (half + (problem.codes_of_whole_bytes == 8))) // padded_block, 1)
-            return cls(blocks, 1, max(padded_block // 1024, 4))
-        columns, is_stochastic = next_power_of_two(problem.inner, 16), problem.plan.element.rounding.stochastic
-        return cls(1, max(min((4096 >> (half + is_stochastic)) // padded_block, 128, columns), 16), 4)
+    @classmethod
+    def _of_words(cls, problem: ScaledBlocksProblem, numbers: int) -> ScaledGpuTiling | None:
+        block, most = problem.block, cls._MOST >> problem.plan.element.rounding.stochastic
+        if not problem.last:
+            fits = numbers <= cls._LONGEST_WORD_ACROSS and block % WARPS == 0 and block // WARPS * numbers <= most
+            wide = problem.inner % numbers == 0 and problem.inner // numbers >= WARP_LANES
+            return cls(block, WARP_LANES, numbers, WARP_LANES) if fits and wide else None
+        words, rest = divmod(block, numbers)
+        if block > cls._ENOUGH * WARP_LANES:  # a tile has one block
+            whole = block % (WARPS * WARP_LANES * numbers) == 0 and block // (WARPS * WARP_LANES) <= most
+            return cls(words // WARP_LANES, WARP_LANES, numbers, WARP_LANES) if whole else None
+        lanes = math.gcd(words, WARP_LANES)
+        lanes = next((few for few in (4, 8, 16) if few <= lanes and block // few <= cls._ENOUGH), lanes)
+        rows = WARPS * WARP_LANES // lanes
+        fits = not rest and block // lanes <= most and problem.outer * problem.blocks >= rows
+        return cls(rows, words, numbers, lanes) if fits else None
+
+    def has_one_block(self, problem: ScaledBlocksProblem) -> bool:
+        """Whether a tile has one block along the last axis, as several rows."""
+        return problem.last and problem.block > self.words * self.numbers
 
 
 # -- words beside the array --------------------------------------------------------------------------------------------

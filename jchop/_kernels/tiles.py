@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import Any, ClassVar
+
+import jax
 
 from jchop._common.checks import check_int
 from jchop._common.on_demand import load_name
 
 #: Numbers in a row of a TPU's vector register, and rows of 32-bit numbers.
 LANES, SUBLANES = 128, 8
+#: Threads of a warp of a GPU, and warps of a warpgroup.
+WARP_LANES, WARPS = 32, 4
 #: Dtypes that the TPU's vector unit does not have.
 _DTYPES_NOT_ON_TPU = {"float16", "float64"}
 #: From here on int32 does not number the elements of an array.
@@ -51,6 +56,19 @@ def next_power_of_two(value: int, least: int = 1) -> int:
 def kernel_function(module: str, name: str) -> Callable[..., Any]:
     """A function of a file of `_kernels/`, which is imported, and Pallas with it, when the function is first called."""
     return lambda *args, **static: load_name(f"jchop._kernels.{module}", name)(*args, **static)
+
+
+def mosaic_gpu_capability(*_: Any, **__: Any) -> float:
+    """The least compute capability of kernels of Mosaic GPU. Before JAX 0.12, it ends the process on Ampere GPUs."""
+    return 8.0 if jax.__version_info__ >= (0, 12) else 9.0
+
+
+def refuse_mosaic_gpu(**dtypes: Any) -> str | None:
+    """The reason why Mosaic GPU has no kernel for arrays of these dtypes, by name, or None."""
+    for name, dtype in dtypes.items():
+        if dtype.itemsize == 8:
+            return f"{name} has dtype {dtype.name}, and kernels of GPUs take at most 32 bits"
+    return None if find_spec("absl") else "JAX's Mosaic GPU needs absl: pip install absl-py"
 
 
 def refuse_tpu_dtype(name: str, dtype: Any) -> str | None:

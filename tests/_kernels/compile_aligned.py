@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import jax
-from _kernels.compiling import Case, checks_of, is_tpu
+from _kernels.compile_matmul import checks, kernel
+from _kernels.compiling import AMPERE, Case
 
 from jchop import TENSOR_CORES, MatmulSpec, tensor_core
 from jchop._kernels.products.matmul import matmul_op
@@ -50,16 +51,5 @@ def cases(target: str) -> Iterator[Case]:
     for unit, dtype, shape in KERNELS:
         spec, (batch, m, k, n) = tensor_core(unit, dtype), shape
         avals = tuple(jax.ShapeDtypeStruct(s, "float32") for s in ((batch, m, k), (batch, k, n)))
-        # Each load is of one column or row, which needs no vector.
-        checks = tuple("spills" if check == "ptx" else check for check in checks_of(target, True))
-        yield Case(f"kernel of {unit} {dtype}, {shape}", partial(kernel(target), spec=spec), avals, True, checks)
-
-
-def kernel(target: str) -> Callable[..., jax.Array]:
-    if is_tpu(target):
-        from jchop._kernels.products.matmul_tpu import tpu_matmul
-
-        return tpu_matmul
-    from jchop._kernels.products.matmul_gpu import gpu_matmul
-
-    return gpu_matmul
+        if target != "a100" or AMPERE:
+            yield Case(f"kernel of {unit} {dtype}, {shape}", kernel(target, spec), avals, True, checks(target))

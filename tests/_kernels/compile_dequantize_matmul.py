@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from _kernels.compiling import Case, checks_of, is_tpu
 
+from jchop._kernels.products.dequantize_matmul import GPU_KERNEL
+from jchop._spec.spec import as_spec
 from jchop.formats import ElementFormat, IntegerFormat
 from jchop.formats._catalogue import float4_e2m1fn, float8_e4m3fn, float8_e5m2
 
@@ -19,7 +21,8 @@ FORMATS: dict[str, ElementFormat] = {
     "float8_e4m3fn": float8_e4m3fn,
     "float8_e5m2": float8_e5m2,
 }
-#: m, k, n, group: one row, few, many; groups of all kinds; sizes that nothing divides.
+NF4: Any = as_spec("nf4(group=32)", "", scaled=True)
+#: m, k, n, group: one row, few, many; groups of all kinds; sizes that nothing divides, which TPUs take.
 SHAPES = (
     (1, 4096, 4096, 128),
     (16, 1024, 512, 32),
@@ -64,40 +67,44 @@ def cases(target: str) -> Iterator[Case]:
         for shape in (SHAPES[1], SHAPES[3])
         for name in FORMATS
         for dtype in ("bfloat16", "float32")
+        if (name, dtype) != ("int8", "float32")
     ]
     for shape, name, dtype, scale_dtype, x64 in wanted:
-        fun = partial(run, format=FORMATS[name], group=shape[3])
-        text = f"dequantize_matmul {name} {shape} {dtype}, scales {scale_dtype}{', x64' if x64 else ''}"
-        checks = without_masks(checks_of(target, shape[1] % 16 == shape[2] % 16 == 0), shape)
-        yield Case(text, fun, arguments(shape, FORMATS[name], dtype, scale_dtype), x64, checks)
+        yield from case(target, run, shape, name, FORMATS[name], dtype, scale_dtype, x64)
     if not is_tpu(target):
-        yield from one_row(target)
-    for name, format in (("int2", IntegerFormat(2)), ("float4_e2m1fn", float4_e2m1fn)):
-        fun = partial(run, format=format, group=32)
-        avals = arguments((16, 1000, 515, 32), format, "bfloat16", "float32")
-        yield Case(f"dequantize_matmul {name}, x64", fun, avals, True, checks_of(target, False))
+        yield from few_rows(target)
+    others = {"int2": IntegerFormat(2), "float4_e2m1fn": float4_e2m1fn, "nf4": NF4.element}
+    for name, format in others.items():
+        shape = (16, 1000, 515, 32) if is_tpu(target) else (16, 1024, 528, 32)
+        yield from case(target, run, shape, name, format, "bfloat16", "float32", True)
 
 
-def without_masks(checks: tuple[str, ...], shape: tuple[int, int, int, int]) -> tuple[str, ...]:
-    """The checks of a shape: one row has no masks if whole tiles fill the arrays."""
-    return tuple(check for check in checks if check != "masked" or shape[:3] != (1, 4096, 4096))
+def case(
+    target: str,
+    run: Callable[..., Any],
+    shape: tuple[int, int, int, int],
+    name: str,
+    format: ElementFormat,
+    dtype: str,
+    scale_dtype: str,
+    x64: bool = False,
+) -> Iterator[Case]:
+    """The case of a shape, unless the kernel of the chip does not take it."""
+    avals = arguments(shape, format, dtype, scale_dtype)
+    if not is_tpu(target):
+        capability = GPU_KERNEL.capability(*avals, format=format)
+        if GPU_KERNEL.refuse(*avals, format=format, group=shape[3]) or (target == "a100" and capability > 8.0):
+            return
+    text = f"dequantize_matmul {name} {shape} {dtype}, scales {scale_dtype}{', x64' if x64 else ''}"
+    yield Case(text, partial(run, format=format, group=shape[3]), avals, x64, checks_of(target))
 
 
-def one_row(target: str) -> Iterator[Case]:
-    """Without the matrix units: spans longer than a step and shorter, ragged ones."""
-    from jchop._kernels.products.dequantize_matmul import DequantizeMatmulGpuTiling
-
-    for name, (k, n, group), tiling in (
-        ("int4", (4096, 4096, 128), DequantizeMatmulGpuTiling(1, 128, 16, 16)),
-        ("int8", (1000, 515, 100), DequantizeMatmulGpuTiling(1, 64, 32, 3)),
-        ("float8_e4m3fn", (1000, 512, 128), DequantizeMatmulGpuTiling(1, 64, 512, 2)),
-    ):
-        fun = partial(kernel_of(target), format=FORMATS[name], group=group, tiling=tiling)
-        avals = arguments((1, k, n, group), FORMATS[name], "bfloat16", "float32")
-        yield Case(
-            f"dequantize_matmul {name} (1, {k}, {n}, {group}), {tiling}",
-            fun,
-            avals,
-            False,
-            without_masks(checks_of(target, n % 16 == 0), (1, k, n, group)),
+def few_rows(target: str) -> Iterator[Case]:
+    """Of large matrices, as a step of decoding has them."""
+    for name, rows, group in (
+        ("int4", 8, 128), ("int4", 16, 128), ("int8", 2, 4096), ("float8_e4m3fn", 1, 128),
+        ("float8_e4m3fn", 8, 128), ("float8_e5m2", 4, 4096),
+    ):  # fmt: skip
+        yield from case(
+            target, kernel_of(target), (rows, 4096, 4096, group), name, FORMATS[name], "bfloat16", "bfloat16"
         )

@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from _kernels.compiling import Case, checks_of, is_tpu
+from _kernels.compiling import AMPERE, Case, checks_of, is_tpu
 
+from jchop._kernels.products.matmul import refuse_dots
 from jchop._spec.accumulation import MatmulSpec
 
 Shape = tuple[int, int, int, int]  # batch, m, k, n
@@ -33,40 +34,49 @@ COMMON: tuple[tuple[MatmulSpec, Shape, bool], ...] = (
     (MatmulSpec(None, accumulate="bfloat16", order="matrix_unit(100)"), RAGGED, False),
     (MatmulSpec(None, accumulate="e8m15:up", order="matrix_unit(2000)"), (1, 300, 4100, 300), False),
 )
-#: For GPUs alone, in float64.
-DOUBLE: tuple[tuple[MatmulSpec, Shape], ...] = (
-    (MatmulSpec("e5m10", product="e8m23:up", accumulate="e8m30:odd"), RAGGED),
-    (MatmulSpec(None, accumulate="e11m40", order="blocked(8)", fused=True), RAGGED),
-    (MatmulSpec("e5m10", accumulate="e8m30", order="pairwise"), RAGGED),
-    (MatmulSpec("e5m10", accumulate="e8m30", order="matrix_unit(32)"), RAGGED),
-)
 
 
-def arguments(spec: MatmulSpec, shape: Shape, dtype: str = "float32") -> tuple[jax.ShapeDtypeStruct, ...]:
+def arguments(spec: MatmulSpec, shape: Shape) -> tuple[jax.ShapeDtypeStruct, ...]:
     batch, m, k, n = shape
-    sizes = [((batch, m, k), dtype), ((batch, k, n), dtype), *[((12,), "uint32")] * spec.stochastic]
+    sizes = [((batch, m, k), "float32"), ((batch, k, n), "float32"), *[((12,), "uint32")] * spec.stochastic]
     return tuple(jax.ShapeDtypeStruct(size, jnp.dtype(name)) for size, name in sizes)
 
 
-def cases(target: str) -> Iterator[Case]:
-    run: Any
+def kernel(target: str, spec: MatmulSpec) -> Any:
+    """The kernel of an order."""
     if is_tpu(target):
-        from jchop._kernels.products import matmul_tpu
-
-        run = matmul_tpu.tpu_matmul
+        from jchop._kernels.products.matmul_tpu import tpu_matmul as run
+    elif spec.order.kind == "matrix_unit":
+        from jchop._kernels.products.matmul_hopper import hopper_matmul_of_dots as run
     else:
-        from jchop._kernels.products import matmul_gpu
+        from jchop._kernels.products.matmul_gpu import gpu_matmul as run
+    return partial(run, spec=spec)
 
-        run = matmul_gpu.gpu_matmul
+
+def checks(target: str) -> tuple[str, ...]:
+    """Those of `checks_of`; a warpgroup loads a column number by number."""
+    return checks_of(target) if is_tpu(target) else ("spills",) if target == "h200" else ()
+
+
+def refused(target: str, spec: MatmulSpec, shape: Shape) -> bool:
+    """Whether the body runs on a GPU."""
+    if is_tpu(target):
+        return False
+    if spec.order.kind != "matrix_unit":
+        return target == "a100" and not AMPERE
+    return target != "h200" or refuse_dots(*arguments(spec, shape)[:2], spec=spec) is not None
+
+
+def cases(target: str) -> Iterator[Case]:
     for spec, shape, x64 in COMMON:
+        if refused(target, spec, shape):
+            continue
         name = f"matmul {spec}, {shape}{', x64' if x64 else ''}"
-        yield Case(name, partial(run, spec=spec), arguments(spec, shape), x64, checks_of(target, shape == LARGE))
+        yield Case(name, kernel(target, spec), arguments(spec, shape), x64, checks(target))
+    if target == "a100" and not AMPERE:
+        return
     spec = COMMON[2][0]
-    mapped = jax.vmap(partial(run, spec=spec), in_axes=(0, None, 0))
+    mapped = jax.vmap(kernel(target, spec), in_axes=(0, None, 0))
     a, b, seeds = arguments(spec, RAGGED)
     batched = [jax.ShapeDtypeStruct((5, *aval.shape), aval.dtype) for aval in (a, seeds)]
-    yield Case(f"matmul {spec}, {RAGGED}, vmap", mapped, (batched[0], b, batched[1]), True, checks_of(target, False))
-    if not is_tpu(target):
-        for spec, shape in DOUBLE:
-            name = f"matmul {spec}, {shape}, float64"
-            yield Case(name, partial(run, spec=spec), arguments(spec, shape, "float64"), True, checks_of(target, False))
+    yield Case(f"matmul {spec}, {RAGGED}, vmap", mapped, (batched[0], b, batched[1]), True, checks(target))

@@ -37,6 +37,10 @@ TPUS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
 #: GPUs are described by targets/NAME.txtpb.
 GPUS = ("h200", "a100", "b200")
 TARGETS = (*TPUS, *GPUS)
+#: Whether Mosaic GPU compiles for Ampere GPUs, with this version of JAX; before, it ends the process.
+AMPERE = tuple(map(int, metadata.version("jax").split(".")[:2])) >= (0, 12)
+#: The files whose cases are kernels of Mosaic GPU alone.
+WITHOUT_OLD_AMPERE = ("compile_scaled", "compile_matmul", "compile_dequantize_matmul")
 #: The machine itself, whose programs need no kernel.
 CPU = "cpu"
 
@@ -101,16 +105,9 @@ def is_tpu(target: str) -> bool:
     return target in TPUS
 
 
-def checks_of(target: str, aligned: bool) -> tuple[str, ...]:
-    """What is checked of a kernel that wants nothing special.
-
-    Args:
-        target: the chip. Older GPUs may spill.
-        aligned: whether every row begins at an address that a vector may be loaded from, and has a few of them.
-    """
-    if is_tpu(target):
-        return ("vmem",)
-    return ("masked", "ptx" if aligned else "spills") if target == "h200" else ("masked",)
+def checks_of(target: str) -> tuple[str, ...]:
+    """What is checked of a kernel that wants nothing special. Older GPUs may spill."""
+    return ("vmem",) if is_tpu(target) else ("ptx",) if target == "h200" else ()
 
 
 # -- are the compilers there ------------------------------------------------------------------------------------------
@@ -216,20 +213,10 @@ class Compiled:
         return re.findall(r"%([\w.-]+) = (\(?.*?) ([\w-]+)\((.*)", entry)
 
     @functools.cached_property
-    def triton(self) -> dict[str, str]:
-        """The first form of every Triton kernel's module, by the kernel's name."""
-        found = {}
-        for path in sorted(self.dumps.glob("*.triton-to-llvm.txt")):
-            found[path.name.split(".")[-3]] = path.read_text().split("// -----// IR Dump")[1]
-        return found
-
-    @functools.cached_property
     def ptx(self) -> list[Path]:
-        """The PTX files that hold kernels of Triton or Mosaic."""
-        entries = {path: _ENTRY.findall(path.read_text()) for path in sorted(self.dumps.glob("*.ptx"))}
-        return [
-            path for path, names in entries.items() if set(names) & set(self.triton) or "mosaic_gpu" in " ".join(names)
-        ]
+        """The PTX files that hold kernels of Mosaic."""
+        files = sorted(self.dumps.glob("*.ptx"))
+        return [path for path in files if "mosaic_gpu" in " ".join(_ENTRY.findall(path.read_text()))]
 
 
 _NOTHING_MOVED = ("bitcast", "tuple", "get-tuple-element", "copy-done")
@@ -255,37 +242,21 @@ _DUMP = {"xla_dump_emitter_re": ".*"}  # compiler options beside the folder
 _Findings = tuple[list[str], list[str]]  # what was found, what is wrong
 
 
-def _check_masked(compiled: Compiled) -> _Findings:
-    """Every load and store of a tile in the Triton IR has a mask; scalars need none."""
-    findings, faults = [], []
-    for kernel, text in compiled.triton.items():
-        for operation, place in (("load", 1), ("store", 2)):  # where the mask stands among the operands
-            types = [
-                re.findall(r"tensor<[^<>]*(?:<[^<>]*>)?[^<>]*>|[^,\s()]+", line)
-                for line in re.findall(rf'"tt\.{operation}"\(.*?: \((tensor<.*?)\) ->', text)
-            ]
-            masked = sum(len(operands) > place and operands[place].endswith("xi1>") for operands in types)
-            findings.append(f"{kernel}: {masked} of {len(types)} tile {operation}s masked")
-            if masked < len(types) or not types:
-                faults.append(findings[-1])
-    return findings, faults or ([] if compiled.triton else ["no Triton kernel was compiled"])
-
-
 def _check_ptx(compiled: Compiled) -> _Findings:
     """Vector loads, whether to registers or straight to shared memory; and what `_check_spills` checks."""
     findings, faults = _check_spills(compiled)
     for path in compiled.ptx:
         text = path.read_text()
-        loads = len(re.findall(r"\bld\.global\.", text))
-        vectors = len(re.findall(r"\bld\.global[.\w:]*\.v[248]\.", text))
+        loads = re.findall(r"\bld\.(?!param|shared|local)[\w.:]*", text)
+        vectors = len([load for load in loads if re.search(r"\.v[248]\.", load)])
         copied = re.findall(
             r"\bcp\.async\.c[ag]\.shared\.global\b[^;]*?\],\s*\[[^\]]*\],\s*(?:0x)?([0-9a-fA-F]+)", text
         )
         wide = sum(bytes_ in ("8", "16", "10") for bytes_ in copied)  # 10: hexadecimal
         name = ", ".join(_ENTRY.findall(text))
-        findings.append(f"{name}: {vectors} of {loads} loads are of vectors, {wide} of {len(copied)} copies")
+        findings.append(f"{name}: {vectors} of {len(loads)} loads are of vectors, {wide} of {len(copied)} copies")
         if not vectors + wide:
-            faults.append(f"{name}: no vector load among {loads} loads and {len(copied)} copies")
+            faults.append(f"{name}: no vector load among {len(loads)} loads and {len(copied)} copies")
     return findings, faults
 
 
@@ -339,7 +310,7 @@ def _check_machine_code(kinds: tuple[str, ...], compiled: Compiled) -> _Findings
 
 
 def _check_separate(compiled: Compiled) -> _Findings:
-    """Products are rounded before they are added: no Triton kernel contracts them."""
+    """Products are rounded before they are added: no kernel contracts them."""
     faults = [f"{path.name} has fused multiply-adds" for path in compiled.ptx if "fma.rn" in path.read_text()]
     return [], faults or ([] if compiled.ptx else ["no PTX of a kernel was found"])
 
@@ -371,11 +342,21 @@ def _tell_products(compiled: Compiled) -> _Findings:
     return [f"{TOLD}{compiled.multiplied}"], []
 
 
-TOLD = "multiplies: "
+def _tell_code(compiled: Compiled) -> _Findings:
+    """The cells of the table of machine code: registers, bytes spilled, and what multiplies."""
+    path = compiled.ptx[0]
+    text = path.read_text()
+    said = " ".join(_assemble(path, re.findall(r"^\.target\s+(\w+)", text, re.MULTILINE)[0]))
+    assert "Used" in said, "ptxas is not at hand"
+    registers, spilled = (sum(map(int, re.findall(p, said))) for p in (r"Used (\d+)", r"(\d+) bytes spill stores"))
+    names = sorted(set(re.findall(r"\bwgmma\.mma_async[\w.]*", text)))
+    return [f"{CODE}{registers}; {spilled}; {', '.join(f'`{name}`' for name in names) or 'none'}"], []
+
+
+TOLD, CODE = "multiplies: ", "code: "
 _VMEM = 1  # the number of this memory space in Mosaic's configuration
 
 CHECKS: dict[str, Callable[[Compiled], _Findings]] = {
-    "masked": _check_masked,
     "ptx": _check_ptx,
     "spills": _check_spills,
     "vmem": _check_vmem,
@@ -388,6 +369,7 @@ CHECKS: dict[str, Callable[[Compiled], _Findings]] = {
     "no loop": _check_no_loop,
     "separate": _check_separate,
     "told": _tell_products,
+    "code": _tell_code,
     "float8 machine code": functools.partial(_check_machine_code, ("e4m3", "e5m2", "kind::f8f6f4")),
     "float8 units": functools.partial(_check_units, ("f8e4m3fn", "f8e5m2")),
 }

@@ -93,7 +93,7 @@ def report(target: str) -> dict[str, dict[str, Any]]:
         except NotImplementedError as error:
             found[name] = {"error": str(error)}
             continue
-        calls = ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call")
+        calls = ("tpu_custom_call", "mosaic_gpu", "__gpu$xla.gpu.triton", "triton_kernel_call")
         found[name] = {
             "kernel": any(call in compiled for call in calls),
             "collectives": [name for name in COLLECTIVES if name in compiled],

@@ -30,6 +30,8 @@ COMPILED = [
     for file in compiling.families()
     for target in compiling.TARGETS
     if compiling.is_tpu(target) or file.stem != "compile_round"  # rounding has a kernel for hardware bits alone
+    if target != "a100" or compiling.AMPERE or file.stem not in compiling.WITHOUT_OLD_AMPERE
+    if file.stem != "compile_product_of_blocks" or target not in ("a100", "b200")
 ]
 COMPILED += [pytest.param(compiling.CPU, Path(compile_codes.__file__), id="cpu-codes", marks=pytest.mark.slow)]
 
@@ -107,18 +109,13 @@ FAULTS: dict[str, str | None] = {
 }
 TPU_FAULTS = {"modest": None, "greedy": "asks for 50000000 bytes of VMEM"}
 GPU_FAULTS = {
-    "masked": None,
-    "masked odd": None,
-    "unmasked": "0 of 1 tile stores masked",
-    "unmasked store": "0 of 1 tile stores masked",
-    "scalar loads": "no vector load among 4",
+    "vectors": None,
+    "scalar loads": "no vector load among 1",
     "spills": "bytes spill" if shutil.which("ptxas") else None,
-    "spills alone": "bytes spill" if shutil.which("ptxas") else None,
     "float8, HIGH": None,
     "float8, HIGHEST": "failed to legalize" if HIGHEST_FAILS else None,
     "float8, small tile": "mma.sync",
-    "float8, Pallas": "mma.sync",  # quirk `float8_of_pallas_without_units`
-    "no kernel": "no Triton kernel was compiled; no PTX of a kernel was found",
+    "no kernel": "no PTX of a kernel was found",
 }
 
 

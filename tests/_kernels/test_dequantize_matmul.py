@@ -16,6 +16,7 @@ from _kernels.quickly import compiled
 
 from jchop._kernels.products import dequantize_matmul_gpu, dequantize_matmul_tpu
 from jchop._kernels.products.dequantize_matmul import (
+    GPU_KERNEL,
     DequantizeMatmulGpuTiling,
     DequantizeMatmulProblem,
     DequantizeMatmulTpuTiling,
@@ -24,14 +25,18 @@ from jchop._kernels.products.dequantize_matmul import (
 )
 from jchop._spec.spec import as_spec
 from jchop.formats import CodebookFormat
+from jchop.formats._catalogue import float8_e4m3fn
 
 Shape = tuple[int, int, int, int]
 KERNELS: dict[str, Callable[..., jax.Array]] = {
     "tpu": dequantize_matmul_tpu.tpu_dequantize_matmul,
     "gpu": dequantize_matmul_gpu.gpu_dequantize_matmul,
 }
-#: m, k, n, group. Nothing divides anything, or a group lasts for several steps, or there is but one.
+#: m, k, n, group, for TPUs. Nothing divides anything, or a group lasts for several steps, or there is but one.
 SHAPES: list[Shape] = [(3, 100, 7, 32), (17, 1100, 300, 48), (1, 1300, 5, 640), (2, 1500, 9, 2000)]
+#: For GPUs: tiles that overlap, rows that are not divided by tiles, several spans of a group, several loads of a span.
+GPU_SHAPES: list[Shape] = [(3, 96, 520, 32), (17, 192, 312, 48), (1, 768, 256, 384), (2, 512, 528, 512)]
+SHAPES_OF = {"tpu": SHAPES, "gpu": GPU_SHAPES}
 
 
 def interpret(platform: str, name: str, group: int, *arrays: Any, tiling: Any = None) -> np.ndarray:
@@ -57,17 +62,18 @@ def check_exact(
 
 
 EXACT = [
-    *((name, dtype, SHAPES[0]) for name in FOUR for dtype in DTYPES),
-    *((name, "bfloat16", SHAPES[0]) for name in ("int2", "float4_e2m1fn")),
-    *(("int4", "bfloat16", shape) for shape in SHAPES[1:]),
-    ("int8", "float32", SHAPES[2]),
-    ("float8_e4m3fn", "bfloat16", SHAPES[2]),
-    ("float8_e5m2", "float32", SHAPES[3]),
+    *((name, dtype, 0) for name in FOUR for dtype in DTYPES),
+    *((name, "bfloat16", 0) for name in ("int2", "float4_e2m1fn")),
+    *(("int4", "bfloat16", number) for number in (1, 2, 3)),
+    ("int8", "float32", 2),
+    ("float8_e4m3fn", "bfloat16", 2),
+    ("float8_e5m2", "float32", 3),
 ]
 
 
-#: The formats and dtypes on one kernel each, the shapes on both.
+#: The formats and dtypes on one kernel each, but those that GPUs decode in their own way; the shapes on both.
 ON_KERNELS = [(row, list(KERNELS)[::-1][i % 2]) for i, row in enumerate(EXACT[:10])]
+ON_KERNELS += [(("int2", "bfloat16", 0), "gpu"), (("float4_e2m1fn", "bfloat16", 2), "gpu")]
 ON_KERNELS += list(itertools.product(EXACT[10:13], KERNELS))
 ON_KERNELS += list(zip(EXACT[13:], ("gpu", "tpu", "gpu"), strict=True))
 
@@ -75,8 +81,9 @@ ON_KERNELS += list(zip(EXACT[13:], ("gpu", "tpu", "gpu"), strict=True))
 @pytest.mark.in_turn(64)
 @pytest.mark.parametrize(("row", "platform"), ON_KERNELS, ids=str)
 def test_bit_equal_to_the_body_where_sums_are_exact(platform, row, rng):
-    name, dtype, shape = row
-    check_exact(platform, name, shape, dtype, rng, scale_dtype=dtype)
+    name, dtype, number = row
+    shape = SHAPES_OF[platform][number]
+    check_exact(platform, name, shape if name != "int2" or platform == "tpu" else (1, 64, 512, 16), dtype, rng, dtype)
 
 
 TPU_TILINGS = [
@@ -95,15 +102,9 @@ def test_tpu_tilings(shape, tiling, rng):
 
 
 GPU_TILINGS = [
-    ((40, 300, 70, 32), DequantizeMatmulGpuTiling(16, 16, 32, splits=3)),  # groups dealt out
-    ((9, 700, 20, 200), DequantizeMatmulGpuTiling(16, 16, 32, splits=9)),  # groups cut in pieces of unequal length
-    ((9, 300, 20, 300), DequantizeMatmulGpuTiling(16, 16, 64, splits=64)),  # more splits than steps
-    ((9, 40, 20, 3), DequantizeMatmulGpuTiling(16, 16, 16)),  # groups shorter than a step
-    ((1, 300, 70, 32), DequantizeMatmulGpuTiling(1, 64, 32, 3, 1)),  # 8 of 32 rows at a time
-    ((2, 700, 130, 200), DequantizeMatmulGpuTiling(1, 32, 64, 9, 4)),  # one row of x after the other
-    ((1, 40, 20, 3), DequantizeMatmulGpuTiling(1, 16, 16)),
-    ((1, 1100, 70, 32), DequantizeMatmulGpuTiling(1, 32, 512, 2)),  # several groups in a step, and two steps
-    ((1, 1024, 64, 64), DequantizeMatmulGpuTiling(1, 32, 256, 2)),  # whole tiles
+    ((9, 96, 320, 32), DequantizeMatmulGpuTiling(4, 4, 32, 3, 8)),  # a stretch for each group, and rows that overlap
+    ((2, 160, 256, 32), DequantizeMatmulGpuTiling(1, 16, 16, 3)),  # stretches of unequal length, two spans of a group
+    ((1, 128, 512, 128), DequantizeMatmulGpuTiling(1, 8, 64, 1, 2)),  # several loads and steps of a span
 ]
 
 
@@ -119,7 +120,7 @@ def test_gpu_tilings(shape, tiling, rng):
     [("gpu", "int8", "float32"), ("tpu", "int4", "bfloat16"), ("gpu", "float8_e4m3fn", "bfloat16")],
 )
 def test_random_data_within_the_bound(platform, name, dtype, rng):
-    shape = (3, 70, 5, 32)
+    shape = (3, 70, 5, 32) if platform == "tpu" else (3, 64, 256, 32)
     arrays, exact, bound = random_data(rng, name, shape, dtype)
     assert within(interpret(platform, name, shape[3], *arrays), exact, bound)
 
@@ -127,24 +128,19 @@ def test_random_data_within_the_bound(platform, name, dtype, rng):
 @pytest.mark.parametrize("platform", KERNELS)
 def test_infinite_and_nan_codes_stay_in_their_columns(platform):
     """Also in the tile that reaches beyond the arrays, whose excess counts for nothing."""
-    codes = np.zeros((70, 3), np.uint8)
-    codes[69] = [0x7C, 0x7E, 0x3C]  # inf, NaN, 1 of e5m2
-    y = interpret(platform, "float8_e5m2", 32, np.ones((2, 70), np.float32), codes, np.ones((3, 3), np.float32))
-    np.testing.assert_array_equal(y, [[np.inf, np.nan, 1]] * 2)
-
-
-def test_an_infinite_scale_of_the_last_group_stays_in_its_column():
-    """Of one row of x, for which a step takes several groups: here four, of which there are three."""
-    codes, scales = np.full((12, 2), 0x11, np.uint8), np.ones((3, 4), np.float32)
-    scales[2, 1] = np.inf
-    tiling = DequantizeMatmulGpuTiling(1, 16, 16)
-    y = interpret("gpu", "int4", 4, np.ones((1, 12), np.float32), codes, scales, tiling=tiling)
-    np.testing.assert_array_equal(y, [[12, np.inf, 12, 12]])
+    k, n = (70, 3) if platform == "tpu" else (64, 132)
+    codes = np.zeros((k, n), np.uint8)
+    codes[-1, -3:] = [0x7C, 0x7E, 0x3C]  # inf, NaN, 1 of e5m2
+    y = interpret(
+        platform, "float8_e5m2", 32, np.ones((2, k), np.float32), codes, np.ones((-(-k // 32), n), np.float32)
+    )
+    np.testing.assert_array_equal(y[:, -3:], [[np.inf, np.nan, 1]] * 2)
+    assert not y[:, :-3].any()
 
 
 @pytest.mark.parametrize("platform", ["gpu", pytest.param("tpu", marks=pytest.mark.slow)])
 def test_vmap(platform, rng):
-    both = [exact_data(rng, "int4", (3, 70, 9, 32)) for _ in range(2)]
+    both = [exact_data(rng, "int4", (3, 70, 9, 32) if platform == "tpu" else (3, 64, 264, 32)) for _ in range(2)]
     x, codes, scales, exact = (np.stack(two) for two in zip(*both, strict=True))
     kernel = partial(KERNELS[platform], format=FORMATS["int4"], group=32, interpret=True)
     np.testing.assert_array_equal(jax.vmap(kernel)(x, codes, scales), exact.astype(np.float32))
@@ -183,9 +179,9 @@ def test_codebooks_of_few_levels_have_kernels() -> None:
     fmt = as_spec("nf4(group=32)", "", scaled=True).element
     assert isinstance(fmt, CodebookFormat)
     draw = np.random.default_rng(3)
-    codes, scales = draw.integers(0, 256, (64, 5)).astype(np.uint8), draw.uniform(0.5, 2, (2, 10)).astype(np.float32)
+    codes, scales = draw.integers(0, 256, (64, 132)).astype(np.uint8), draw.uniform(0.5, 2, (2, 264)).astype(np.float32)
     x = jnp.asarray(draw.normal(size=(3, 64)), jnp.float32)
-    numbers = np.asarray(fmt.levels)[np.stack([codes & 15, codes >> 4], -1).reshape(64, 10)] * scales.repeat(32, 0)
+    numbers = np.asarray(fmt.levels)[np.stack([codes & 15, codes >> 4], -1).reshape(64, 264)] * scales.repeat(32, 0)
     for kernel in KERNELS.values():
         y = kernel(x, jnp.asarray(codes), jnp.asarray(scales), format=fmt, group=32, interpret=True)
         np.testing.assert_allclose(y, np.asarray(x, np.float64) @ numbers, rtol=1e-5, atol=1e-5)
@@ -194,8 +190,8 @@ def test_codebooks_of_few_levels_have_kernels() -> None:
 def test_refused_tilings():
     for make, message in (
         (lambda: DequantizeMatmulTpuTiling(0, 128, 128), "block_m=0 must be an integer >= 1"),
-        (lambda: DequantizeMatmulGpuTiling(16, 48, 16), "block_n=48 must be a power of two"),
-        (lambda: DequantizeMatmulGpuTiling(16, 16, 16, splits=0), "splits=0 must be an integer >= 1"),
+        (lambda: DequantizeMatmulGpuTiling(1, 12, 16), "word=12 must be a power of two"),
+        (lambda: DequantizeMatmulGpuTiling(1, 16, 16, splits=0), "splits=0 must be an integer >= 1"),
     ):
         with pytest.raises(ValueError, match=message):
             make()
@@ -236,14 +232,27 @@ def test_tpu_heuristic():
 
 
 def test_gpu_heuristic():
+    """Whole words and spans, few sums in registers; none for narrow or odd matrices, and for groups of few rows."""
     for problem in problems():
         tiling = DequantizeMatmulGpuTiling.for_shape(problem)
-        tiles = -(-problem.m // tiling.block_m) * -(-problem.width // tiling.block_n)
-        assert tiling.splits == 1 or tiles * tiling.splits <= (1024 if tiling.block_m == 1 else 256)
-        assert tiling.block_k < 2 * max(problem.k if tiling.block_m == 1 else problem.group, 16)
-        if tiling.block_m == 1:  # which has no operands in shared memory
+        if tiling is None:
+            assert problem.width < 300 or problem.group % 16 or problem.k % problem.group, problem
             continue
-        # One stage of operands, times the stages, and the decoded codes: shared memory, of which 163 KiB are there.
-        operands = tiling.block_k * (tiling.block_m * problem.itemsize + tiling.block_n)
-        decoded = tiling.block_k * tiling.block_n * problem.parts * problem.itemsize
-        assert tiling.num_stages * operands + decoded <= 163 << 10
+        assert problem.width % tiling.word == 0 and problem.width >= tiling.word * tiling.lanes == 128
+        assert problem.group % tiling.span == problem.k % problem.group == 0
+        assert tiling.span % (tiling.deep * tiling.loads) == 0 and tiling.rows <= problem.m
+        assert tiling.rows * tiling.word * problem.parts <= 64
+
+
+def test_the_kernel_of_gpus_is_for_few_rows_of_whole_words():
+    def why(x: tuple[int, int], n: int, group: int, dtype: str = "float32") -> str:
+        arrays = [((x[1], n // 2), "uint8"), ((x[1] // group, n), "float32")]
+        avals = [jax.ShapeDtypeStruct(shape, kind) for shape, kind in ((x, dtype), *arrays)]
+        assert GPU_KERNEL.profitable(*avals) == (x[0] <= 16)
+        return str(GPU_KERNEL.refuse(*avals, format=FORMATS["int4"], group=group))
+
+    assert why((1, 256), 512, 32) == why((17, 256), 512, 32) == "None"
+    for n, group in ((511, 32), (64, 32), (512, 2)):
+        assert "no tile of whole words" in why((1, 256), n, group)
+    assert "dtype float64" in why((1, 256), 512, 32, "float64")
+    assert GPU_KERNEL.capability(format=float8_e4m3fn) == 9.0 >= GPU_KERNEL.capability(format=FORMATS["int4"])

@@ -13,19 +13,34 @@ import numpy as np
 import pytest
 from _kernels.compile_round import KINDS, MODES
 from _kernels.quickly import compiled
+from jax.experimental.pallas import mosaic_gpu
 from jax.experimental.pallas import tpu as pltpu
 
 import jchop as jc
 from jchop._common.bit_ops import CARRIERS
 from jchop._core.matmul.matmul import MatmulPlan, matmul_body
 from jchop._core.rounding.random_bits import seed_words
-from jchop._kernels.products import matmul_gpu, matmul_tpu
-from jchop._kernels.products.matmul import MatmulGpuTiling, MatmulTpuTiling, matmul_op
+from jchop._kernels.products import matmul_gpu, matmul_hopper, matmul_tpu
+from jchop._kernels.products.matmul import MatmulGpuTiling, MatmulTpuTiling, hopper_dot_tiling, matmul_op, refuse_dots
+from jchop._kernels.products.product_of_blocks import HopperTiling
 from jchop._spec.accumulation import MatmulSpec
 
-KERNELS: dict[str, Callable[..., jax.Array]] = {"tpu": matmul_tpu.tpu_matmul, "gpu": matmul_gpu.gpu_matmul}
+mosaic: Any = mosaic_gpu
+
+
+def on_gpu(*arrays: Any, spec: MatmulSpec, tiling: Any = None, **more: Any) -> jax.Array:
+    """The kernel of the order; that of units is interpreted as on a GPU."""
+    if spec.order.kind != "matrix_unit":
+        return matmul_gpu.gpu_matmul(*arrays, spec=spec, tiling=tiling, **more)
+    if jax.__version_info__ < (0, 11):
+        pytest.skip("this JAX does not interpret Mosaic GPU")
+    with mosaic.force_gpu_interpret_mode(mosaic.InterpretGPUParams()):
+        return matmul_hopper.hopper_matmul_of_dots(*arrays, spec=spec)
+
+
+KERNELS: dict[str, Callable[..., jax.Array]] = {"tpu": matmul_tpu.tpu_matmul, "gpu": on_gpu}
 #: Tilings that cut even small products into several tiles along every axis.
-SMALL: dict[str, Any] = {"tpu": MatmulTpuTiling(16, 128, 128, 8), "gpu": MatmulGpuTiling(16, 16, 16)}
+SMALL: dict[str, Any] = {"tpu": MatmulTpuTiling(16, 128, 128, 8), "gpu": MatmulGpuTiling(8, 4)}
 ORDERS = ("sequential", "blocked(8)", "pairwise", "matrix_unit(16)")
 Shape = tuple[int, int, int, int]  # batch, m, k, n
 SEEDS = jnp.stack([*seed_words(jax.random.key(1)), *seed_words(jax.random.key(2))])
@@ -82,7 +97,7 @@ def assert_equal_to_body(
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 #: Several tiles along every axis, each cut off, under `SMALL`.
-CUT: Shape = (2, 19, 133, 35)
+CUT: Shape = (2, 67, 133, 35)
 #: How products (but in the orders that have none) and sums are rounded.
 ROUNDINGS = (
     ("e5m7", "e5m5"),
@@ -133,6 +148,7 @@ OTHERS: dict[str, tuple[MatmulSpec, Shape]] = {
     "a unit with operands of 11 bits": (MatmulSpec("e5m10", None, "e5m5", "matrix_unit(16)"), (1, 9, 20, 5)),
     "a unit with operands of tf32": (MatmulSpec("tf32", None, "e5m5", "matrix_unit(16)"), (1, 9, 20, 5)),
     "a unit with operands of the carrier": (MatmulSpec(None, None, "e5m5", "matrix_unit(16)"), (1, 9, 20, 5)),
+    "a unit with several tiles": (MatmulSpec("e5m10", None, "e5m5:stochastic", "matrix_unit(32)"), (2, 133, 70, 70)),
     "aligned, several tiles": (jc.tensor_core("volta", "fp16"), (2, 19, 133, 35)),
     "aligned, in two words": (jc.tensor_core("ampere", "bf16"), (1, 9, 20, 5)),
     "aligned, cut to fewer bits": (MatmulSpec("e4m3", None, "e5m5:down", "aligned(4, 10)"), (1, 9, 10, 5)),
@@ -146,15 +162,14 @@ OTHERS: dict[str, tuple[MatmulSpec, Shape]] = {
 
 
 #: Sums in parts, which TPUs have, and units, of which GPUs have their own, on both kernels; of the others one.
-ON_BOTH = (
-    "fused in blocks", "blocks across parts",
-    "a unit's block of parts", "a unit with operands of the carrier", "aligned and promoted across parts",
-)  # fmt: skip
+ON_BOTH = ("fused in blocks", "blocks across parts", "a unit's block of parts", "aligned and promoted across parts")
+#: GPUs have units for tf32 at most.
+OF_TPU = ("a unit with operands of the carrier",)
 WAYS = [
     (name, kernel)
     for i, name in enumerate(OTHERS)
     for j, kernel in enumerate(KERNELS)
-    if name in ON_BOTH or (i + j) % 2 == 0
+    if name in ON_BOTH or (kernel == "tpu" if name in OF_TPU else (i + j) % 2 == 0)
 ]
 
 
@@ -171,15 +186,8 @@ def test_a_unit_that_aligns_takes_the_products_of_each_block_in_turn(kernel: str
     assert same_bits(got, (a @ b).astype(np.float32))
 
 
-#: Of float64, which GPUs have.
-DOUBLE = (
-    MatmulSpec("e5m10", "e8m21:up", "e8m24:stochastic"),
-    MatmulSpec(None, None, "e8m30:odd", "blocked(8)", fused=True),
-    MatmulSpec("e5m10", None, "e11m30", "pairwise"),
-    MatmulSpec(None, None, "e8m5:down", "matrix_unit(5)"),
-)
 DRAWN = ("e5m7:stochastic", "e5m5:stochastic")
-#: Names, and: kernel, spec, shape, tiling, dtype, and whether in 64-bit mode. The first one is the default.
+#: Names, and: kernel, spec, shape, tiling, and whether in 64-bit mode.
 ROWS: dict[str, tuple] = {
     **{
         f"{order}-{rounding}-{kernel}": (kernel, arithmetic(order, *rounding), CUT, SMALL[kernel])
@@ -188,20 +196,19 @@ ROWS: dict[str, tuple] = {
     **{f"{order}-{shape}-{kernel}": (kernel, arithmetic(order, None, "e5m5"), shape) for shape, order, kernel in WHOLE},
     **{f"{name}-{kernel}": (kernel, *OTHERS[name], SMALL[kernel]) for name, kernel in WAYS},
     **{
-        f"{order}-x64-{kernel}": (kernel, arithmetic(order, *DRAWN), CUT, SMALL[kernel], "float32", True)
+        f"{order}-x64-{kernel}": (kernel, arithmetic(order, *DRAWN), CUT, SMALL[kernel], True)
         for order, kernel in (("sequential", "gpu"), ("pairwise", "tpu"))
     },
-    **{f"float64-{spec}": ("gpu", spec, (2, 9, 21, 17), SMALL["gpu"], "float64", True) for spec in DOUBLE},
 }
 
 
 @pytest.mark.in_turn(64)
 @pytest.mark.parametrize("name", ROWS)
 def test_equals_the_body(name: str) -> None:
-    row: tuple[Any, ...] = (*ROWS[name], *(None, "float32", False)[len(ROWS[name]) - 3 :])
-    kernel, spec, shape, tiling, dtype, x64 = row
+    row: tuple[Any, ...] = (*ROWS[name], *(None, False)[len(ROWS[name]) - 3 :])
+    kernel, spec, shape, tiling, x64 = row
     with jax.enable_x64(x64):
-        assert_equal_to_body(kernel, spec, shape, np.dtype(dtype), tiling)
+        assert_equal_to_body(kernel, spec, shape, tiling=tiling)
 
 
 @pytest.mark.smoke
@@ -212,41 +219,39 @@ def test_the_table_rounds_the_sums_of_units() -> None:
     assert np.mean(expected(spec, CUT) != a @ b) > 0.5
 
 
-#: The kernels and the dtypes that they take, and operands of which the sums have the lengths of the table of rounding.
-DTYPES = (("tpu", "float32"), ("gpu", "float32"), ("gpu", "float64"))
+#: Operands of which the sums have the lengths of the table of rounding.
 LENGTHS: tuple[Shape, ...] = (
     (1, 1, 1, 1), (1, 7, 7, 7), (1, 2, 127, 3), (1, 3, 128, 2), (2, 1, 129, 2), (1, 2, 1025, 1), (1, 37, 101, 2),
     (1, 8, 128, 17), (3, 5, 257, 1), (1, 3, 0, 2),
 )  # fmt: skip
-#: Each kind with one kernel and dtype, one shape and one order; each row has a third of the modes. No operation has a
-#: codebook for its results.
+#: Each kind with one kernel, one shape and one order; each row has a third of the modes. No operation has a codebook
+#: for its results.
 SUMMED = [kind for kind in KINDS if not kind.startswith("codebook")]
 KINDS_IN_TURN = [
-    pytest.param(*DTYPES[(i + 1) % 3], kind, LENGTHS[3 * i % 10], ORDERS[(i + i // 4) % 4], MODES[i % 3 :: 3], id=kind)
+    pytest.param(
+        ("tpu", "gpu")[(i + 1) % 3 > 0], kind, LENGTHS[3 * i % 10], ORDERS[(i + i // 4) % 4], MODES[i % 3 :: 3], id=kind
+    )
     for i, kind in enumerate(SUMMED)
 ]
 
 
 @pytest.mark.in_turn(64)
-@pytest.mark.parametrize(("kernel", "dtype", "kind", "shape", "order", "modes"), KINDS_IN_TURN)
-def test_every_kind_and_mode(
-    kernel: str, dtype: str, kind: str, shape: Shape, order: str, modes: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize(("kernel", "kind", "shape", "order", "modes"), KINDS_IN_TURN)
+def test_every_kind_and_mode(kernel: str, kind: str, shape: Shape, order: str, modes: tuple[str, ...]) -> None:
     """Products and sums of one kind of format, in one compiled function for some modes."""
     specs = [arithmetic(order, f"{kind}:{mode}", f"{kind}:{mode}") for mode in modes]
-    with jax.enable_x64(dtype == "float64"):
-        a, b = map(jnp.asarray, operands(specs[0], shape, dtype))
+    a, b = map(jnp.asarray, operands(specs[0], shape))
 
-        @compiled
-        def kernels(a: jax.Array, b: jax.Array) -> list[jax.Array]:
-            return [KERNELS[kernel](a, b, *seeds(spec), spec=spec, interpret=True) for spec in specs]
+    @compiled
+    def kernels(a: jax.Array, b: jax.Array) -> list[jax.Array]:
+        return [KERNELS[kernel](a, b, *seeds(spec), spec=spec, interpret=True) for spec in specs]
 
-        @compiled
-        def bodies(a: jax.Array, b: jax.Array) -> list[jax.Array]:
-            return [matmul_body(a, b, *seeds(spec), spec=spec) for spec in specs]
+    @compiled
+    def bodies(a: jax.Array, b: jax.Array) -> list[jax.Array]:
+        return [matmul_body(a, b, *seeds(spec), spec=spec) for spec in specs]
 
-        for spec, got, want in zip(specs, kernels(a, b), bodies(a, b), strict=True):
-            assert same_bits(np.asarray(got), np.asarray(want)), spec
+    for spec, got, want in zip(specs, kernels(a, b), bodies(a, b), strict=True):
+        assert same_bits(np.asarray(got), np.asarray(want)), spec
 
 
 @pytest.mark.in_turn(64)
@@ -278,7 +283,7 @@ def test_special_values(kernel: str) -> None:
 
 
 @pytest.mark.in_turn(64)
-@pytest.mark.parametrize(("form", "kernel"), [("bfloat16", "gpu"), (None, "tpu"), (None, "gpu")])
+@pytest.mark.parametrize(("form", "kernel"), [("bfloat16", "gpu"), (None, "tpu")])
 def test_inexact_sums_of_units_stay_within_their_bound(form: str | None, kernel: str) -> None:
     """Each of k products is in at most k sums of the carrier: an error of k u of it (Higham 2002, section 3.1)."""
     k = 270
@@ -338,15 +343,29 @@ def check_tilings(order: str) -> None:
             assert tiling.block_m < m + max(8, tiling.rows)
 
 
-def test_gpu_tilings_fit_in_registers() -> None:
-    for order, form, carrier in itertools.product(ORDERS, ("e4m3", "tf32", None), ("float32", "float64")):
-        plan = MatmulPlan(MatmulSpec(form, accumulate="e5m5", order=order), CARRIERS[carrier], 4096)
-        narrow = order == "pairwise" or carrier == "float64"  # with more, or with wider, numbers for each element
-        most = {"matrix_unit": 32}.get(plan.spec.order.kind, 4 if narrow else 8)
-        tilings = [MatmulGpuTiling.for_shape(1, m, n, plan) for m in SIZES for n in SIZES]
-        assert all(t.block_m * t.block_n <= most * 32 * t.num_warps for t in tilings)
-        areas = [t.block_m * t.block_n for t in (tilings[0], tilings[-1])]
-        assert areas[0] < areas[1] or carrier == "float64", (order, form)
+def test_a_step_of_dots_is_a_block_in_whole_rows_of_shared_memory() -> None:
+    for form, block in itertools.product(("e4m3", "e5m10", "tf32"), (1, 5, 16, 32, 100, 128, 129, 256)):
+        plan = MatmulPlan(MatmulSpec(form, accumulate="e5m5", order=f"matrix_unit({block})"), CARRIERS["float32"], 4096)
+        tiling, itemsize = hopper_dot_tiling(plan), 4 if form == "tf32" else 2
+        if tiling is None:
+            assert block * itemsize > 256
+            continue
+        size = tiling.depth * itemsize
+        assert tiling.depth >= block and (size in (32, 64) or size % 128 == 0)
+        assert tiling.stages >= 2 and tiling.stages * size * (2 * tiling.rows + tiling.columns) <= 200 << 10
+
+
+def test_what_the_kernel_of_units_refuses() -> None:
+    def why(spec: MatmulSpec, dtype: str = "float32") -> str:
+        return str(refuse_dots(*(jax.ShapeDtypeStruct((1, 300, 300), dtype),) * 2, spec=spec))
+
+    assert (
+        why(MatmulSpec("tf32", order="matrix_unit(128)")) == why(MatmulSpec("e4m3", order="matrix_unit(256)")) == "None"
+    )
+    assert "two blocks at a time" in why(MatmulSpec("tf32", order="matrix_unit(256)"))
+    assert "operands=None" in why(MatmulSpec(order="matrix_unit(16)"))
+    assert "dtype float64" in why(MatmulSpec("e4m3", order="matrix_unit(16)"), "float64")
+    assert "not summed by matrix units" in why(MatmulSpec("e4m3"))
 
 
 def test_tilings_are_checked() -> None:
@@ -354,8 +373,8 @@ def test_tilings_are_checked() -> None:
         (lambda: MatmulTpuTiling(12, 128, 128, 8), "block_m=12 must be a multiple of 8"),
         (lambda: MatmulTpuTiling(16, 100, 128, 8), "block_n=100 must be a multiple of 128"),
         (lambda: MatmulTpuTiling(16, 128, 128, 0), "rows=0 must be"),
-        (lambda: MatmulGpuTiling(16, 24, 16), "block_n=24 must be a power of two"),
-        (lambda: MatmulGpuTiling(16, 16, 16, num_stages=0), "num_stages=0 must be"),
+        (lambda: MatmulGpuTiling(12, 4), "block_n=12 must be a multiple of 8"),
+        (lambda: HopperTiling(96, 128, 128, 4), "rows=96 must be a multiple of 64"),
     ):
         with pytest.raises(ValueError, match=message):
             make()
@@ -396,13 +415,13 @@ def test_what_kernels_of_aligned_sums_refuse() -> None:
         (jc.tensor_core("blackwell", "mxfp8"), "float32", "tpu gpu", "have scales"),
         (jc.tensor_core("blackwell", "nvfp4"), "float32", "tpu gpu", "has no kernel"),
         (MatmulSpec(None, order="aligned(8, 25)"), "float32", "tpu gpu", "products of more than 24 bits"),
-        (jc.tensor_core("volta", "fp16"), "float64", "tpu gpu", "float32"),
+        (jc.tensor_core("volta", "fp16"), "float64", "tpu gpu", "float64"),
         (MatmulSpec("e4m3", order="aligned(33, 25)"), "float32", "tpu", "blocks of 33 products do not fill parts"),
         (jc.tensor_core("hopper", "fp8"), "float32", "", ""),
         (jc.tensor_core("cdna3", "fp8", promote_every=128), "float32", "", ""),
     ):
         a = jax.ShapeDtypeStruct((1, 4, 200), dtype)
-        for kernel, refuse in (("tpu", matmul._refuse_tpu_matmul), ("gpu", matmul._refuse_matmul)):
+        for kernel, refuse in (("tpu", matmul._refuse_tpu_matmul), ("gpu", matmul._refuse_gpu_matmul)):
             found = refuse(a, a, spec=spec)
             assert (found is None) if kernel not in kernels else (reason in str(found)), (spec, kernel)
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,29 +14,15 @@ import pytest
 from _kernels.quickly import compiled
 
 import jchop as jc
-from jchop._kernels.products import product_of_blocks_gpu, product_of_blocks_tpu
-from jchop._kernels.products.product_of_blocks import (
-    GPU_KERNEL,
-    HOPPER_KERNEL,
-    TPU_KERNEL,
-    ProductOfBlocksGpuTiling,
-    ProductOfBlocksHopperTiling,
-    ProductOfBlocksTpuTiling,
-)
+from jchop._kernels.products import product_of_blocks_tpu
+from jchop._kernels.products.product_of_blocks import HOPPER_KERNEL, TPU_KERNEL, HopperTiling, ProductOfBlocksTpuTiling
+from jchop._kernels.products.product_of_blocks_hopper import hopper_product_of_blocks
 from jchop._quantized.products.codes import product_of_blocks_op
 
-KERNELS: dict[str, Callable[..., jax.Array]] = {
-    "gpu": product_of_blocks_gpu.gpu_product_of_blocks,
-    "tpu": product_of_blocks_tpu.tpu_product_of_blocks,
-}
 #: batch, m, n, k. Nothing divides anything.
 SHAPES = [(2, 5, 7, 100), (1, 37, 45, 300), (1, 1, 20, 50), (2, 17, 9, 1100), (1, 70, 130, 64)]
-#: The lengths of their blocks: a block fills steps, a part of one, or several; on a TPU whole ones fill a step.
-BLOCKS = {"gpu": [32, 96, 16, 260, 5], "tpu": [32, 128, 16, 512, 8]}
-
-
-def shape_of(number: int, platform: str) -> tuple[int, ...]:
-    return (*SHAPES[number], BLOCKS[platform][number])
+#: The lengths of their blocks: whole ones fill a step.
+BLOCKS = [32, 128, 16, 512, 8]
 
 
 def data(rng: np.random.Generator, shape: tuple[int, ...], within: Mapping[str, bool], kinds: tuple[str, str]) -> Any:
@@ -85,11 +70,11 @@ def reference(elements: Any, parts: Mapping[str, np.ndarray], block: int) -> np.
     return total
 
 
-def check(platform: str, rng: np.random.Generator, shape: Any, within: Any, kinds: Any, tiling: Any = None) -> None:
+def check(rng: np.random.Generator, shape: Any, within: Any, kinds: Any, tiling: Any = None) -> None:
     elements, parts = data(rng, shape, within, kinds)
     static: Any = {"names": tuple(parts), "block": shape[-1], "dtype": "float32"}
     arrays = [jnp.asarray(v) for v in (*elements, *parts.values())]
-    kernel = partial(KERNELS[platform], **static, tiling=tiling, interpret=True)
+    kernel = partial(product_of_blocks_tpu.tpu_product_of_blocks, **static, tiling=tiling, interpret=True)
     expected = reference(elements, parts, shape[-1])
     np.testing.assert_array_equal(product_of_blocks_op(*arrays, **static, impl="xla"), expected, strict=True)
     np.testing.assert_array_equal(compiled(kernel)(*arrays), expected, strict=True)
@@ -111,16 +96,14 @@ def some(rows: list[Any], *default: int) -> list[Any]:
     return [row if i in default else pytest.param(row, marks=pytest.mark.slow) for i, row in enumerate(rows)]
 
 
-#: Every shape and all parts on each platform, the shapes of which each part meets in turn; the smallest one first.
-ROWS = [(2, 5, "gpu"), (2, 5, "tpu")]
-ROWS += [((3 * i + j) % 5, i, platform) for i in range(len(PARTS)) for j, platform in enumerate(KERNELS)]
-ROWS += [(number, 5, "gpu") for number in (1, 3, 4)]
+#: Every shape and all parts, the shapes of which each part meets in turn; the smallest one first.
+ROWS = [(2, 5), *((3 * i % 5, i) for i in range(len(PARTS))), *((number, 5) for number in (1, 3, 4))]
 
 
 @pytest.mark.in_turn(64)
-@pytest.mark.parametrize(("number", "part", "platform"), ROWS)
-def test_integers_with_scales_and_zero_points(number, part, platform, rng):
-    check(platform, rng, shape_of(number, platform), PARTS[part], ("int8", "int8"))
+@pytest.mark.parametrize(("number", "part"), ROWS)
+def test_integers_with_scales_and_zero_points(number, part, rng):
+    check(rng, (*SHAPES[number], BLOCKS[number]), PARTS[part], ("int8", "int8"))
 
 
 def test_a_tpu_multiplies_by_the_scales_of_blocks_and_of_rows(rng):
@@ -135,76 +118,50 @@ _E4M3, _E5M2 = "float8_e4m3fn", "float8_e5m2"
 
 
 @pytest.mark.in_turn(64)
-@pytest.mark.parametrize(
-    ("number", "kinds", "platform"),
-    [(0, (_E4M3, _E5M2), "gpu"), (0, (_E4M3, _E5M2), "tpu"), (3, (_E4M3, _E4M3), "gpu"), (3, (_E5M2, _E5M2), "tpu"),
-     (3, (_E5M2, _E5M2), "gpu"), (0, (_E4M3, _E4M3), "tpu")],
-    ids=str,
-)  # fmt: skip
-def test_float8(number, kinds, platform, rng):
-    check(platform, rng, shape_of(number, platform), {"x_scale": True, "w_scale": True}, kinds)
-
-
-@pytest.mark.parametrize("kinds", [("float8_e5m2", "float8_e5m2"), ("float8_e5m2", "float8_e4m3fn")], ids=str)
-def test_float8_without_the_private_names_of_pallas(kinds, rng, monkeypatch):
-    monkeypatch.setattr(product_of_blocks_gpu, "_register_float8_rule", lambda: False)
-    check("gpu", rng, (1, 5, 7, 100, 20), PARTS[1], kinds)
-
-
-def test_the_private_names_of_pallas_are_there():
-    assert product_of_blocks_gpu._register_float8_rule()
-
-
-TILINGS = {
-    "gpu": [ProductOfBlocksGpuTiling(16, 16, 32), ProductOfBlocksGpuTiling(64, 32, 128, 8, 1)],
-    "tpu": [ProductOfBlocksTpuTiling(32, 40, 128), ProductOfBlocksTpuTiling(150, 40, 384)],
-}
+@pytest.mark.parametrize(("number", "kinds"), [(0, (_E4M3, _E5M2)), (3, (_E5M2, _E5M2)), (0, (_E4M3, _E4M3))], ids=str)
+def test_float8(number, kinds, rng):
+    check(rng, (*SHAPES[number], BLOCKS[number]), {"x_scale": True, "w_scale": True}, kinds)
 
 
 @pytest.mark.in_turn(64)
-@pytest.mark.parametrize(("platform", "tiling"), [(p, t) for p, tilings in TILINGS.items() for t in tilings], ids=str)
-def test_tilings(tiling, platform, rng):
-    check(platform, rng, (2, 150, 40, 300, 64), PARTS[0], ("int8", "int8"), tiling)
+@pytest.mark.parametrize(
+    "tiling", [ProductOfBlocksTpuTiling(32, 40, 128), ProductOfBlocksTpuTiling(150, 40, 384)], ids=str
+)
+def test_tilings(tiling, rng):
+    check(rng, (2, 150, 40, 300, 64), PARTS[0], ("int8", "int8"), tiling)
 
 
-@pytest.mark.parametrize("platform", some(list(KERNELS), 1))
-def test_nan_and_infinity_stay_in_their_rows(platform):
+def test_nan_and_infinity_stay_in_their_rows():
     """Also beyond the end of a block, where zeros fill up a step."""
     x, w = jnp.ones((1, 3, 40), jnp.float8_e5m2), jnp.ones((1, 4, 40), jnp.float8_e5m2)
     x, w = x.at[0, 1, 20].set(jnp.nan), w.at[0, 2, 39].set(jnp.inf)
     scales = jnp.ones((1, 3, 3)), jnp.ones((1, 4, 3))
     static: Any = {"names": ("x_scale", "w_scale"), "block": 16, "dtype": "float32"}
-    y = KERNELS[platform](x, w, *scales, **static, interpret=True)
+    y = product_of_blocks_tpu.tpu_product_of_blocks(x, w, *scales, **static, interpret=True)
     np.testing.assert_array_equal(y[0, [0, 2]], [[40, 40, np.inf, 40]] * 2)
     assert np.isnan(y[0, 1]).all()
 
 
-@pytest.mark.parametrize("platform", some(list(KERNELS), 0))
-def test_vmap(platform, rng):
+def test_vmap(rng):
     elements, parts = data(rng, (3, 5, 7, 100, 32), PARTS[0], ("int8", "int8"))
     static: Any = {"names": tuple(parts), "block": 32, "dtype": "float32"}
     x, *others = (jnp.asarray(v) for v in (*elements, *parts.values()))
-    kernel = partial(KERNELS[platform], **static, interpret=True)
+    kernel = partial(product_of_blocks_tpu.tpu_product_of_blocks, **static, interpret=True)
     w, *scales = (v[:1] for v in others)
     y = compiled(jax.vmap(kernel, (0, None, None, None)))(x[:, None], w, *scales)
     each = [reference((v[None], w), {name: part[:1] for name, part in parts.items()}, 32) for v in x]
     np.testing.assert_array_equal(y, each)
 
 
-def test_what_is_refused(rng):
-    x, w = jax.ShapeDtypeStruct((1, 8, 4 * 10**5), jnp.int8), jax.ShapeDtypeStruct((1, 8, 4 * 10**5), jnp.int8)
+def test_what_is_refused():
+    x = w = jax.ShapeDtypeStruct((1, 8, 4 * 10**5), jnp.int8)
     static: Any = {"names": (), "dtype": "float32"}
-    assert GPU_KERNEL.refuse(x, w, block=128, **static) is TPU_KERNEL.refuse(x, w, block=128, **static) is None
+    assert TPU_KERNEL.refuse(x, w, block=128, **static) is None
     assert "blocks of 48 are no power of two from 8 to 512" in str(TPU_KERNEL.refuse(x, w, block=48, **static))
     assert "blocks of 1024" in str(TPU_KERNEL.refuse(x, w, block=1024, **static))
-    assert "block of 200000 numbers may leave int32" in str(GPU_KERNEL.refuse(x, w, block=2 * 10**5, **static))
-    assert "dtype float64" in str(GPU_KERNEL.refuse(x, w, names=(), block=128, dtype="float64"))
+    assert "dtype float64" in str(TPU_KERNEL.refuse(x, w, names=(), block=128, dtype="float64"))
     wide = jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn)
-    assert "float8_e4m3fn and int8" in str(GPU_KERNEL.refuse(x, wide, block=128, **static))
-    assert "2^31" in str(
-        GPU_KERNEL.refuse(SimpleNamespace(shape=(1, 2**16, 2**16), size=2**32, dtype=x.dtype), w, block=128)
-    )
-    assert GPU_KERNEL.capability(wide) == 8.9 and GPU_KERNEL.capability(x) == 8.0
+    assert "float8_e4m3fn and int8" in str(TPU_KERNEL.refuse(x, wide, block=128, **static))
 
 
 # -- the kernel of Hopper ----------------------------------------------------------------------------------------------
@@ -216,15 +173,17 @@ OF_HOPPER: list[Any] = [
     ((1, 264, 192, 384, 128), "int8", {"x_scale": False, "w_scale": True}),
     ((2, 8, 64, 256, 128), "float8_e5m2", {"x_scale": True, "w_scale": True}),
     ((1, 136, 64, 640, 640), "float8_e4m3fn", {"w_scale": False}),
+    ((1, 16, 64, 96, 32), "float8_e4m3fn", {"x_scale": True, "w_scale": True}),
+    ((1, 8, 64, 192, 64), "int8", {"x_scale": False, "w_scale": True, "x_zero": False, "w_zero": True}),
+    ((1, 8, 192, 512, 256), "int8", PARTS[5]),
+    ((1, 136, 64, 256, 256), "int8", {"x_scale": False, "w_scale": False, "x_zero": False, "w_zero": False}),
 ]
 
 
 @_WITHOUT
-@pytest.mark.parametrize("case", some(OF_HOPPER, 1), ids=str)
+@pytest.mark.parametrize("case", some(OF_HOPPER, 1, 5), ids=str)
 def test_the_kernel_of_hopper(case, rng):
     from jax.experimental.pallas import mosaic_gpu
-
-    from jchop._kernels.products.product_of_blocks_hopper import hopper_product_of_blocks
 
     mosaic: Any = mosaic_gpu
     shape, kind, within = case
@@ -237,11 +196,9 @@ def test_the_kernel_of_hopper(case, rng):
 
 def test_a_warpgroup_of_hopper_writes_its_whole_part():
     """In copies of 64 rows of 128 bytes, which the traced program has one after the other."""
-    from jchop._kernels.products.product_of_blocks_hopper import hopper_product_of_blocks
-
     x, w = (jax.ShapeDtypeStruct((1, rows, 256), "int8") for rows in (264, 192))
     for rows, dtype in ((64, "float32"), (128, "bfloat16")):
-        how: Any = {"names": (), "block": 128, "dtype": dtype, "tiling": ProductOfBlocksHopperTiling(rows, 128, 128, 2)}
+        how: Any = {"names": (), "block": 128, "dtype": dtype, "tiling": HopperTiling(rows, 128, 128, 2)}
         copies = str(jax.make_jaxpr(partial(hopper_product_of_blocks, **how))(x, w)).count("copy_smem_to_gmem")
         assert copies * 64 * 128 == rows * 128 * jnp.dtype(dtype).itemsize
 
@@ -254,34 +211,26 @@ def test_what_the_kernel_of_hopper_refuses():
     assert why(8, 64, 256, 128) == why(8, 64, 256, 256) == why(8, 64, 128, 128, ["float8_e5m2"] * 2) == "None"
     assert "m=9 is no multiple of 8" in why(9, 64, 256, 128)
     assert "n=32 is no multiple of 64" in why(8, 32, 256, 128)
-    assert "k=192 is no multiple of 128" in why(8, 64, 192, 128)
-    assert "blocks of 256 are neither of 128 nor one of 512" in why(8, 64, 512, 256)
+    assert why(8, 64, 192, 64) == why(8, 64, 512, 256) == why(8, 64, 256, 128, names=("x_scale", "x_zero")) == "None"
+    assert "k=192 is no multiple of 128" in why(8, 64, 192, 192)
+    assert "k=192 is not divided into blocks of 128" in why(8, 64, 192, 128)
+    assert "k=1024 is not divided into blocks of 512" in why(8, 64, 1024, 512)
     assert "float8_e5m2 and float8_e4m3fn" in why(8, 64, 256, 128, ("float8_e5m2", "float8_e4m3fn"))
-    assert "zero points" in why(8, 64, 256, 128, names=("x_scale", "x_zero"))
     assert "y has 4294967296 elements" in why(2**16, 2**16, 128, 128)
     assert "int32" in why(8, 64, 2**18, 2**18) and "float64" in why(8, 64, 256, 128, dtype="float64")
     with pytest.raises(ValueError, match="rows=96 must be a multiple of 64"):
-        ProductOfBlocksHopperTiling(96, 128, 128, 4)
+        HopperTiling(96, 128, 128, 4)
 
 
-def test_one_block_has_a_kernel_on_hopper_alone():
-    x = jax.ShapeDtypeStruct((1, 256, 512), jnp.int8)
+def test_the_kernel_of_hopper_pays_for_many_rows_and_for_blocks_of_few_numbers():
     static: Any = {"names": (), "dtype": "float32"}
-    assert GPU_KERNEL.profitable(x, x, block=128, **static) and not GPU_KERNEL.profitable(x, x, block=512, **static)
-    assert HOPPER_KERNEL.profitable(x, x, block=512, **static) and (
-        HOPPER_KERNEL.capability(x),
-        HOPPER_KERNEL.below,
-    ) == (9.0, 10.0)
-    assert not HOPPER_KERNEL.profitable(jax.ShapeDtypeStruct((1, 64, 512), jnp.int8), x, block=512, **static)
+    for rows, block, pays in ((128, 512, True), (64, 512, False), (16, 128, True), (8, 128, False), (8, 32, True)):
+        x = jax.ShapeDtypeStruct((1, rows, 512), jnp.int8)
+        assert HOPPER_KERNEL.profitable(x, x, block=block, **static) == pays, (rows, block)
+    assert (HOPPER_KERNEL.capability(), HOPPER_KERNEL.below) == (9.0, 10.0)
 
 
 # -- dispatch ----------------------------------------------------------------------------------------------------------
-
-
-def test_bad_tilings():
-    for name, value in {"block_m": 8, "block_n": 24, "block_k": 16, "num_warps": 3, "num_stages": 0}.items():
-        with pytest.raises(ValueError, match=name):
-            ProductOfBlocksGpuTiling(**{"block_m": 16, "block_n": 16, "block_k": 32, name: value})
 
 
 def test_steps_of_a_tpu_hold_whole_blocks():

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _kernels.compile_round import MODES
-from _kernels.compile_scaled import GPU_DTYPES, SCALINGS, SHAPES, TPU_DTYPES, along, plan_of
+from _kernels.compile_scaled import GPU_DTYPES, GPU_SHAPES, SCALINGS, SHAPES, TPU_DTYPES, along, plan_of, refused
 from _kernels.quickly import compiled
 from cases_scaled import blocks, integer_groups, mx
 from further import Further
@@ -98,9 +98,9 @@ def check(platform: str, operation: str, spec: Spec, dtype: str, shape: tuple[in
 
 def small(platform: str, spec: Spec, dtype: str, shape: tuple[int, ...]) -> Any:
     """The smallest tiles, so that there are several."""
-    problem = problem_of(spec, dtype, shape)
     if platform == "gpu":
-        return ScaledGpuTiling(4, 1, 4) if problem.last else ScaledGpuTiling(1, 16, 4)
+        return None
+    problem = problem_of(spec, dtype, shape)
     lanes = 128 * (1 if problem.last else problem.codes_of_whole_bytes)
     return ScaledTpuTiling(ScaledTpuTiling(1, lanes).unit(problem), lanes)
 
@@ -108,19 +108,16 @@ def small(platform: str, spec: Spec, dtype: str, shape: tuple[int, ...]) -> Any:
 #: Every block format once on each platform, axes, dtypes, shapes and operations in turn.
 TABLE = [
     (platform, ("quantize_blocks", "round_blocks")[(number + number // 4) % 2], name, (-1, -2)[number // 2 % 2],
-     dtypes[number % len(dtypes)], ((37, 101), (3, 5, 257), (64, 128))[number % 3])
-    for platform, dtypes in (("tpu", TPU_DTYPES), ("gpu", GPU_DTYPES))
+     dtypes[number % len(dtypes)], shapes[number % 3])
+    for platform, dtypes, shapes in (
+        ("tpu", TPU_DTYPES, ((37, 101), (3, 5, 257), (64, 128))), ("gpu", GPU_DTYPES, GPU_SHAPES)
+    )
     for number, name in enumerate(SCALINGS)
 ]  # fmt: skip
 
 
 def problem_of(spec: Spec, dtype: str, shape: tuple[int, ...]) -> ScaledBlocksProblem:
     return ScaledBlocksProblem.of(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), plan_of(spec, dtype))
-
-
-def refused(platform: str, operation: str, spec: Spec, dtype: str, shape: tuple[int, ...]) -> str | None:
-    x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-    return scaled.refuse_blocks(x, plan_of(spec, dtype), platform, quantizes=operation == "quantize_blocks")
 
 
 def refused_on_gpu(x: Any, plan: ScaledPlan, **more: Any) -> str | None:
@@ -130,10 +127,18 @@ def refused_on_gpu(x: Any, plan: ScaledPlan, **more: Any) -> str | None:
 
 def check_row(platform, operation, name, axis, dtype, shape):
     spec = along(SCALINGS[name], axis)
+    if platform == "gpu":
+        operation, spec, shape = on_gpu(operation, spec, dtype, shape)
     dtype = "float32" if refused(platform, operation, spec, dtype, shape) else dtype
     tiling = small(platform, spec, dtype, shape) if shape != (37, 101) else None
     start = (1 << 32) - 700 if spec.rounding.stochastic else 0
     check(platform, operation, spec, dtype, shape, tiling=tiling, start=start)
+
+
+def on_gpu(operation: str, spec: Spec, dtype: str, shape: tuple[int, ...]) -> tuple[str, Spec, tuple[int, ...]]:
+    """An operation, a format and a shape that the kernel of a GPU takes, the given ones if they can be."""
+    rows = itertools.product((spec, along(spec, -1)), (operation, "quantize_blocks"), (shape, *GPU_SHAPES))
+    return next((each, fmt, size) for fmt, each, size in rows if refused("gpu", each, fmt, dtype, size) is None)
 
 
 #: Every block format under a mode, and every mode; the rest take turns.
@@ -149,6 +154,8 @@ def check_mode(name, mode, platform, operation, axis, dtype, shape):
     spec = replace(spec, rounding=mode, random_bits=None)
     dtypes = TPU_DTYPES if platform == "tpu" else GPU_DTYPES
     dtype = dtypes[dtype % len(dtypes)]
+    if platform == "gpu":
+        operation, spec, shape = on_gpu(operation, spec, dtype, shape)
     dtype = "float32" if refused(platform, operation, spec, dtype, shape) else dtype
     check(platform, operation, spec, dtype, shape)
 
@@ -164,6 +171,7 @@ IN_TURN.sort(key=lambda row: math.prod(row[3]))
 
 def check_axes(platform, operation, name, shape):
     """Every shape of the table of rounding, and every axis; dtypes and tiles in turn."""
+    shape = GPU_SHAPES[len(name) % 3] if platform == "gpu" else shape
     for axis in range(-len(shape), 0):
         spec = along(SCALINGS[name], axis)
         dtypes = GPU_DTYPES if platform == "gpu" else TPU_DTYPES
@@ -189,14 +197,15 @@ WIDE_SCALES = [
 def check_two_levels(platform, operation, rule, dtype, scale, element):
     """The product of the two scales is no number of float32; numbers of every magnitude, to the ends of the carrier."""
     spec = Spec(ScaledFormat(element, group=16, scale=scale, rule=rule))
-    check(platform, operation, spec, dtype, (3, 5, 64))
+    check(platform, operation, spec, dtype, (3, 64, 64) if platform == "gpu" else (3, 5, 64))
 
 
 #: Lengths that are no power of two, or longer than a row; packed codes of six bits with other axes merged.
 LENGTHS = [
-    ("gpu", "quantize_blocks", "e3m2fn", 20, -1, (2, 3, 60)),
-    ("gpu", "round_blocks", "e4m3fn", 7, -2, (150, 33)),
-    ("gpu", "quantize_blocks", "e3m2fn", 20, -3, (40, 3, 8)),
+    ("gpu", "quantize_blocks", "e3m2fn", 20, -1, (20, 9, 60)),  # the last tile overlaps another
+    ("gpu", "round_blocks", "e4m3fn", 12, -2, (48, 132)),
+    ("gpu", "quantize_blocks", "e3m2fn", 20, -3, (40, 20, 8)),
+    ("gpu", "quantize_blocks", "e5m2", 7, -1, (131, 7)),  # a thread has a block
     ("tpu", "quantize_blocks", "e3m2fn", 256, -1, (2, 3, 60)),
     ("tpu", "round_blocks", "e4m3fn", 96, -2, (150, 33)),
     ("tpu", "quantize_blocks", "e3m2fn", 256, -3, (40, 3, 8)),
@@ -222,16 +231,6 @@ def test_equals_the_body(run, row):
     run(*row)
 
 
-def test_a_block_ends_with_its_column():
-    """The tile is taller than the matrix, under which another one with larger numbers lies. Codes are packed across."""
-    x = jnp.arange(1, 121, dtype=jnp.float32).reshape(2, 20, 3) ** 3
-    plan, words = plan_of(mx("e2m1fn", axis=-2), "float32"), scaled.kernel_words(None, (), STREAM_START)
-    run = functools.partial(scaled_gpu.gpu_quantize_blocks, plan=plan, tiling=ScaledGpuTiling(1, 16, 4), interpret=True)
-    expected = jax.jit(functools.partial(quantize_body, plan=plan))(x)
-    for name, one, other in zip(("codes", "scales"), compiled(run)(x, words), expected, strict=True):
-        same_bits(one, other, name)
-
-
 def test_empty_arrays():
     """The operation has no numbers, and asks no kernel."""
     for shape, axis in (((0,), -1), ((3, 0), -1), ((3, 0), -2), ((0, 32), -1)):
@@ -245,7 +244,7 @@ def test_empty_arrays():
 
 
 def test_results_have_the_shapes_and_dtypes_of_the_body():
-    x, words = jnp.ones((3, 70)), scaled.kernel_words(None, (), STREAM_START)
+    x, words = jnp.ones((3, 64, 64)), scaled.kernel_words(None, (), STREAM_START)
     for scale in ("float32", "bfloat16"):
         plan = plan_of(integer_groups(4, 32, scale=scale), "float32")
         expected = jax.eval_shape(functools.partial(quantize_body, plan=plan), x)
@@ -281,34 +280,45 @@ def test_the_short_way_is_taken_where_it_may_be():
 
 #: Whole rows, and blocks under scales that are no powers of two, or that are no exponents of the largest numbers.
 UNDER_ANY = [
-    ("int8(group=all)", "bfloat16", (6, 100), ScaledGpuTiling(2, 1, 4)),
-    ("int8(channel=(0,1),narrow=true)", "float16", (2, 3, 33), None),
-    ("int4(group=all)", "float32", (5, 300), ScaledGpuTiling(1, 1, 1)),
-    ("e4m3fn(group=all)", "bfloat16", (3, 4095), None),
-    ("e5m2(group=all)", "float32", (2, 3, 5), None),
-    ("e3m2fn(group=all)", "float32", (3, 4, 20), None),
-    ("e4m3fn(group=16)", "float32", (7, 72), ScaledGpuTiling(4, 1, 4)),
-    ("int4(group=128,scale=bfloat16)", "bfloat16", (4, 384), None),
-    ("int8(group=48,axis=0,scale=e4m3fn)", "float32", (100, 20), None),
-    ("e2m1fn(group=16,axis=0)", "bfloat16", (33, 24), ScaledGpuTiling(1, 16, 4)),
-    ("nvfp4", "bfloat16", (6, 80), ScaledGpuTiling(4, 1, 4)),
-    ("int8(group=32,scale=e8m0fnu)", "float32", (3, 70), None),
-    ("mxfp8_e4m3(group=all)", "float32", (3, 100), None),
-    ("mxfp4(group=64)", "float32", (3, 5, 40), None),
+    ("int8(group=all)", "bfloat16", (6, 1024)),
+    ("int8(channel=(0,1),narrow=true)", "float16", (2, 64, 36)),
+    ("int4(group=all)", "float32", (5, 2048)),
+    ("e4m3fn(group=all)", "bfloat16", (3, 4096)),
+    ("e5m2(group=all)", "float32", (2, 70, 5)),
+    ("e3m2fn(group=all)", "float32", (3, 50, 20)),
+    ("e4m3fn(group=16)", "float32", (14, 80)),
+    ("int4(group=128,scale=bfloat16)", "bfloat16", (24, 384)),
+    ("int8(group=48,axis=0,scale=e4m3fn)", "float32", (96, 132)),
+    ("e2m1fn(group=16,axis=0)", "bfloat16", (32, 160)),
+    ("nvfp4", "bfloat16", (18, 80)),
+    ("int8(group=32,scale=e8m0fnu)", "float32", (35, 64)),
+    ("mxfp8_e4m3(group=all)", "float32", (131, 100)),
+    ("mxfp4(group=64)", "float32", (3, 11, 128)),
 ]
 
 
 @pytest.mark.in_turn(16)
-@pytest.mark.parametrize(("text", "dtype", "shape", "tiling"), UNDER_ANY, ids=str)
-def test_rows_and_blocks_under_any_scales_equal_the_body(text, dtype, shape, tiling):
+@pytest.mark.parametrize(("text", "dtype", "shape"), UNDER_ANY, ids=str)
+def test_rows_and_blocks_under_any_scales_equal_the_body(text, dtype, shape):
     x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     assert refused_on_gpu(x, plan_of(jc.Spec(text), dtype)) is None
-    check("gpu", "quantize_blocks", jc.Spec(text), dtype, shape, tiling=tiling)
+    check("gpu", "quantize_blocks", jc.Spec(text), dtype, shape)
 
 
-@pytest.mark.parametrize("text", ["int8(group=all)", "mxfp8_e4m3(group=all)"])
-def test_rounded_rows_equal_the_body(text):
-    check("gpu", "round_blocks", jc.Spec(text), "bfloat16", (2, 3, 50))
+@pytest.mark.parametrize("shape", [(2, 70, 52), (3, 1024)], ids=str)
+def test_rounded_rows_equal_the_body(shape):
+    check("gpu", "round_blocks", jc.Spec("mxfp8_e4m3(group=all)"), "bfloat16", shape)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="has no public interpreter of Mosaic GPU")
+@pytest.mark.parametrize(("text", "shape"), [("mxfp4", (64, 128)), ("int8(group=all)", (2, 1024))])
+def test_the_interpreter_of_mosaic_gives_the_bits_of_the_body(text, shape):
+    mosaic: Any = pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
+    x, plan = jnp.asarray(numbers(shape, "float32")["wild"]), plan_of(jc.Spec(text), "float32")
+    words = scaled.kernel_words(None, (), STREAM_START)
+    got = scaled_gpu.gpu_quantize_blocks(x, words, plan=plan, interpret=mosaic.InterpretGPUParams())
+    for one, other in zip(got, jax.jit(functools.partial(quantize_body, plan=plan))(x), strict=True):
+        same_bits(one, other, text)
 
 
 def ties(plan: ScaledPlan, rng: np.random.Generator) -> np.ndarray:
@@ -357,23 +367,20 @@ def test_the_short_way_gives_the_same_bits(spec, rng):
 def heuristics_fit():
     for shape in (*SHAPES, (4096, 4096), (1, 1), (8, 8, 8)):
         check_heuristics(shape)
-    rows = problem_of(jc.Spec("int8(group=all)"), "float32", (2, 1 << 14))
-    assert ScaledGpuTiling.for_shape(rows) == ScaledGpuTiling(1, 1, 16)  # a warp for each 1024 numbers
 
 
 def check_heuristics(shape):
     rows = itertools.product(SCALINGS, {-1, -min(2, len(shape))}, ("float32", "bfloat16"))
     for name, axis, dtype in rows:
         problem = problem_of(along(SCALINGS[name], axis), dtype, shape)
-        for kind in (ScaledTpuTiling, ScaledGpuTiling):
-            tiling: Any = kind.for_shape(problem)
-            whole_bytes = tiling.lanes % problem.codes_of_whole_bytes == 0
-            assert problem.last or whole_bytes, (name, shape, axis, dtype)
-        gpu = ScaledGpuTiling.for_shape(problem)
-        tile = gpu.blocks * gpu.lanes * problem.padded_block
-        assert gpu.num_warps in {4, tile // 1024}, (name, shape, axis, dtype)  # 32 numbers for each thread, or fewer
-        assert (gpu.lanes if problem.last else gpu.blocks) == 1, (name, shape, axis, dtype)
+        for quantizes, bits in ((True, problem.bits), (False, 8)):
+            gpu = ScaledGpuTiling.for_shape(problem, quantizes)
+            if gpu is not None:
+                assert gpu.numbers * bits in (8, 16, 24, 32), (name, shape, axis, dtype)
+                assert gpu.rows * gpu.words * gpu.numbers <= 48 * 128, (name, shape, axis, dtype)
+                assert gpu.rows % (128 // gpu.lanes) == gpu.words % gpu.lanes == 0, (name, shape, axis, dtype)
         tpu = ScaledTpuTiling.for_shape(problem)
+        assert problem.last or tpu.lanes % problem.codes_of_whole_bytes == 0, (name, shape, axis, dtype)
         assert tpu.blocks % tpu.unit(problem) == 0, (name, shape, axis, dtype)
         assert tpu.blocks * problem.block * 4 * 1024 <= 1 << 24, (name, shape, axis, dtype)
 
@@ -382,8 +389,8 @@ def test_tiles_are_checked():
     for wrong, message in (
         (lambda: ScaledTpuTiling(1, 100), "lanes=100 must be a multiple of 128"),
         (lambda: ScaledTpuTiling(0, 128), "blocks=0 must be"),
-        (lambda: ScaledGpuTiling(3, 1, 4), "blocks=3 must be a power of two"),
-        (lambda: ScaledGpuTiling(1, 1, 0), "num_warps=0 must be"),
+        (lambda: ScaledGpuTiling(32, 32, 3, 32), "numbers=3 must be a power of two"),
+        (lambda: ScaledGpuTiling(0, 32, 4, 32), "rows=0 must be"),
     ):
         with pytest.raises(ValueError, match=message):
             wrong()
@@ -400,19 +407,15 @@ def test_refusals_say_why():
         ("tpu", "round_blocks", mx("e4m3fn", block=24), (64,), "float32", "group=24 is not 8, 16 or a multiple of 32"),
         ("tpu", "round_blocks", mx("e4m3fn", block=2048), (64,), "float32", "group=2048"),
         ("tpu", "quantize_blocks", integer_groups(4, 32, scale="float16"), (64,), "float32", "dtype float16"),
-        (
-            "gpu",
-            "round_blocks",
-            mx("e4m3fn", block=1 << 15),
-            (1 << 15,),
-            "float32",
-            "32768 numbers is larger than 16384",
-        ),
-        ("gpu", "round_blocks", mx("e4m3fn", block=512, axis=0), (999, 2), "float32", "512 numbers is larger than 256"),
-        ("gpu", "quantize_blocks", integer_groups(5, 32), (64,), "float32", "codes of 5 bits have no kernel"),
-        ("gpu", "quantize_blocks", mx("e3m2fn", block=6), (64,), "float32", "does not fill whole bytes"),
-        ("gpu", "quantize_blocks", mx("e2m1fn", axis=0), (64, 3, 5), "float32", "last axis of length 5"),
-        ("gpu", "round_blocks", blocks(MANY, 8), (64,), "float32", "more than 32 levels"),
+        ("gpu", "round_blocks", mx("e4m3fn", block=1 << 15), (1 << 15,), "float32", "whole groups of 32768 numbers"),
+        ("gpu", "round_blocks", mx("e4m3fn", block=512, axis=0), (1024, 64), "float32", "whole groups of 512 numbers"),
+        ("gpu", "quantize_blocks", integer_groups(5, 32), (64, 64), "float32", "whole groups of 32 numbers"),
+        ("gpu", "quantize_blocks", mx("e3m2fn", block=6), (64, 60), "float32", "whole groups of 6 numbers"),
+        ("gpu", "quantize_blocks", mx("e2m1fn", axis=0), (64, 30, 5), "float32", "last axis of length 5"),
+        ("gpu", "quantize_blocks", mx("e2m1fn"), (64, 60), "float32", "whole groups of 32 numbers of shape (64, 60)"),
+        ("gpu", "quantize_blocks", mx("e2m1fn"), (64, 64), "float64", "at most 32 bits"),
+        ("gpu", "round_blocks", integer_groups(4, 32), (64, 64), "float32", "no powers of two"),
+        ("gpu", "round_blocks", blocks(MANY, 8), (64, 64), "float32", "more than 32 levels"),
         ("gpu", "round_blocks", mx("e4m3fn"), (1 << 16, 1 << 15), "float32", "fewer than 2^31"),
     ):
         assert message in str(refused(platform, operation, spec, dtype, shape)), message
@@ -437,8 +440,9 @@ def test_operations_take_kernels_for_blocks_within_one_axis():
 
 
 WHOLE_ROWS = (
-    [("int8(group=all)", (4, 64), True), ("int8(channel=(0,1))", (4, 2, 64), True), ("int8(channel=0)", (4, 64), True),
-     ("int4(group=128)", (4, 64), True), ("int8(group=tensor)", (64,), True), ("int8(group=tensor)", (1, 64), True),
+    [("int8(group=all)", (64, 64), True), ("int8(channel=(0,1))", (40, 2, 64), True),
+     ("int8(channel=0)", (64, 64), True), ("int4(group=128)", (64, 128), True), ("int8(group=tensor)", (1024,), True),
+     ("int8(group=tensor)", (1, 1024), True),
      ("int8(group=tensor)", (4, 64), False), ("int8(group=tensor)", (), False), ("int8(channel=0)", (4, 2, 64), False),
      ("int8(channel=1)", (4, 64), False), ("int8(group=(2,4))", (2, 64), False),
      ("int8(group=all)", (2, 1 << 15), False),
@@ -453,7 +457,7 @@ def test_operations_take_kernels_of_gpus_for_whole_rows():
 
 
 def test_operations_take_kernels_that_fit_and_encode():
-    x = jax.ShapeDtypeStruct((4, 64), jnp.float32)
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     takes = functools.partial(refused_on_gpu, x, plan_of(mx("e2m1fn"), "float32"))
     assert takes() is None
     assert "fit scales" in str(takes(given=1)) and "fit scales" in str(takes(as_dtype=None))

@@ -125,16 +125,16 @@ def square_root(x: Array, carrier: Carrier, all_bits: bool) -> ExactResult:
         rest = _further_bits(root, remainder, carrier)
     else:
         rest = (remainder > root).astype(_unsigned_dtype(carrier)) << (carrier.work_width - 1)
-    is_zero = magnitude == 0
+    nonzero = magnitude != 0
     v = ExactResult(
         sign,
-        bit_ops.lax_where(is_zero, 0, bits),
-        (remainder != 0) & ~is_zero,
-        bit_ops.lax_where(is_zero, 0, rest),
-        (remainder != 0) & ~is_zero,
+        bit_ops.lax_where(nonzero, bits, 0),
+        (remainder != 0) & nonzero,
+        bit_ops.lax_where(nonzero, rest, 0),
+        (remainder != 0) & nonzero,
     )
     return with_special_values(
-        v, magnitude == carrier.inf, (sign != 0) & ~is_zero | (magnitude > carrier.inf), sign, carrier
+        v, magnitude == carrier.inf, (sign != 0) & nonzero | (magnitude > carrier.inf), sign, carrier
     )
 
 
@@ -379,7 +379,7 @@ def _exact_of_top(v: DoubleWord, tail: Array, carrier: Carrier) -> ExactResult:
 
 def with_special_values(v: ExactResult, infinite: Array, nan: Array, sign: Array, carrier: Carrier) -> ExactResult:
     """`v` with infinities of the given sign, and NaN, for the marked elements."""
-    finite = ~(infinite | nan)
+    finite = (infinite | nan) ^ True  # as kernels of GPUs negate
     return replace(
         v,
         sign=bit_ops.lax_where(infinite, sign, v.sign),

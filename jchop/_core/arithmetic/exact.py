@@ -331,7 +331,7 @@ def _floor_and_rest(v: ExactResult) -> tuple[Array, Array, Array]:
     rounds_down = (v.sign != 0) & v.inexact
     floor = bit_ops.ordered_integers(v.sign, v.magnitude) - rounds_down.astype(v.magnitude.dtype)
     # 1 - rest, rounded down if further bits follow.
-    complement = ~v.rest + (~v.sticky).astype(v.rest.dtype)
+    complement = ~v.rest + (v.sticky ^ True).astype(v.rest.dtype)
     return floor, bit_ops.lax_where(rounds_down, complement, v.rest), v.sticky
 
 

@@ -220,7 +220,7 @@ def _posit_word(magnitude: Array, fmt: formats.PositFormat, carrier: Carrier) ->
     tail_bits = fmt.bits - 1 - lead_bits
     depth = bit_ops.lax_clip(carrier.fraction + 2 - tail_bits, 0, carrier.fraction + 2)
     # If no exponent bit is left, the last bit is the last of the regime.
-    last = bit_ops.lax_where(tail_bits > 0, word >> depth & 1, (~above).astype(word.dtype))
+    last = bit_ops.lax_where(tail_bits > 0, word >> depth & 1, (regime < 0).astype(word.dtype))
     return TaperedWord(word, offset, depth, last, lead, lead_bits, 2)
 
 
@@ -267,7 +267,7 @@ def decode_tapered(codes: Array, fmt: formats.StringFormat, carrier: Carrier) ->
     magnitude = bit_ops.lax_where(count == 0, 0, magnitude)
     is_nan = count == -fmt.max_code - 1
     magnitude = bit_ops.lax_where(is_nan, carrier.nan, magnitude)
-    sign = bit_ops.lax_where((count < 0) & ~is_nan, jnp.full_like(magnitude, carrier.sign_bit), 0)
+    sign = bit_ops.lax_where((count < 0) & (count > -fmt.max_code - 1), jnp.full_like(magnitude, carrier.sign_bit), 0)
     return bit_ops.join_sign(sign, magnitude, carrier)
 
 

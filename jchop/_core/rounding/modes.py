@@ -203,7 +203,7 @@ class BetweenNeighbours:
     @property
     def above(self) -> Array:
         """Whether it is inexact and positive."""
-        return self.inexact & ~self.negative
+        return self.inexact & (self.negative ^ True)
 
     @property
     def below(self) -> Array:
@@ -308,7 +308,7 @@ AWAY_FROM_ZERO: dict[Rounding, Callable[[Any], Array | bool]] = {
     Rounding.UP: lambda rest: rest.above,
     Rounding.DOWN: lambda rest: rest.below,
     Rounding.TOWARD_ZERO: lambda rest: False,
-    Rounding.ODD: lambda rest: rest.inexact if rest.odd is False else rest.inexact & jnp.logical_not(rest.odd),
+    Rounding.ODD: lambda rest: rest.inexact if rest.odd is False else rest.inexact & (rest.odd ^ True),
     Rounding.STOCHASTIC: lambda rest: rest.stochastic(),
     Rounding.STOCHASTIC_B: lambda rest: rest.stochastic(),
     Rounding.STOCHASTIC_C: DiscardedFraction.stochastic_to_nearest,

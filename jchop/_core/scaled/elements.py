@@ -290,7 +290,7 @@ def are_in_safe_range(scales: BlockScales, plan: ScaledPlan) -> Array:
     inside = (scales.value >= low) & (scales.value <= high)
     if scales.tensor is not None:
         inside &= (scales.tensor >= low) & (scales.tensor <= high)
-    return inside if scales.nan is None else inside & ~scales.nan
+    return inside if scales.nan is None else inside & (scales.nan ^ True)
 
 
 def choose_scales(
@@ -714,7 +714,7 @@ def multiply_by_power(x: Array, exponent: Array, carrier: Carrier) -> Array:
 
 
 def round_block_tile(
-    x: Array, axis: int, plan: ScaledPlan, word: Array | None = None, tensor: Array | None = None
+    x: Array, axis: int | tuple[int, ...], plan: ScaledPlan, word: Array | None = None, tensor: Array | None = None
 ) -> Array:
     """A tile after quantization and dequantization.
 
@@ -733,7 +733,7 @@ def round_block_tile(
 
 
 def quantize_block_tile(
-    x: Array, axis: int, plan: ScaledPlan, word: Array | None = None, tensor: Array | None = None
+    x: Array, axis: int | tuple[int, ...], plan: ScaledPlan, word: Array | None = None, tensor: Array | None = None
 ) -> tuple[Array, Array]:
     """The codes of a tile's elements, not packed, and its stored scales with length 1 along `axis`."""
     scales = choose_scales(x, axis, plan, tensor)

@@ -244,7 +244,7 @@ def round_stochastically(
     word = bit_ops.lax_where(towards, jnp.uint32(0) - random.word, random.word)
     more, equal = compare(word)
     more = more | (word == 0) & v.inexact
-    away = bit_ops.lax_where(towards, (more | equal) & (word != 0), ~more)
+    away = bit_ops.lax_where(towards, (more | equal) & (word != 0), more ^ True)
     return v.floor + (away == outside)
 
 

@@ -44,7 +44,7 @@ _PLAIN_BLOCK_EXPONENT, _PLAIN_LEAST_EXPONENT, _PLAIN_MOST_EXPONENT = 60, 30, 20
 
 
 def round_tile_by_powers(
-    x: Array, axis: int, plan: ScaledPlan, word: Array | None = None, tensor: Array | None = None
+    x: Array, axis: int | tuple[int, ...], plan: ScaledPlan, word: Array | None = None, tensor: Array | None = None
 ) -> Array:
     """The result of `elements.round_block_tile`."""
 
@@ -54,12 +54,12 @@ def round_tile_by_powers(
     # A result may be below the normal numbers of float16.
     if not supports_plain_power_tiles(plan) or plan.carrier.name == "float16":
         return general()
-    largest = largest_with_specials(x, axis)
-    return lax.cond(all_true(are_plain(largest)), lambda: _round_plain_tile(x, largest, plan), general)
+    largest = largest_with_specials(x, axis, plan)
+    return lax.cond(all_true(are_plain(largest), plan), lambda: _round_plain_tile(x, largest, plan), general)
 
 
 def quantize_tile_by_powers(
-    x: Array, axis: int, plan: ScaledPlan, word: Array | None = None, tensor: Array | None = None
+    x: Array, axis: int | tuple[int, ...], plan: ScaledPlan, word: Array | None = None, tensor: Array | None = None
 ) -> tuple[Array, Array]:
     """The result of `elements.quantize_block_tile`."""
 
@@ -68,8 +68,8 @@ def quantize_tile_by_powers(
 
     if not supports_plain_power_tiles(plan):
         return general()
-    largest = largest_with_specials(x, axis)
-    return lax.cond(all_true(are_plain(largest)), lambda: _quantize_plain_tile(x, largest, plan), general)
+    largest = largest_with_specials(x, axis, plan)
+    return lax.cond(all_true(are_plain(largest), plan), lambda: _quantize_plain_tile(x, largest, plan), general)
 
 
 def supports_plain_power_tiles(plan: ScaledPlan) -> bool:
@@ -91,9 +91,9 @@ def supports_plain_power_tiles(plan: ScaledPlan) -> bool:
 # -- whole blocks ------------------------------------------------------------------------------------------------------
 
 
-def largest_with_specials(x: Array, axis: int) -> Array:
+def largest_with_specials(x: Array, axis: int | tuple[int, ...], plan: ScaledPlan) -> Array:
     """Bits of the largest magnitude of each block, infinities and NaN included."""
-    return jnp.max(bit_ops.split_sign(x, FLOAT32)[1], axis=axis, keepdims=True)
+    return plan.backend.maximum(bit_ops.split_sign(x, FLOAT32)[1], axis=axis, keepdims=True)
 
 
 def are_plain(largest: Array) -> Array:
@@ -105,9 +105,10 @@ def are_plain(largest: Array) -> Array:
     return (largest == 0) | (largest >= low) & (largest <= high)
 
 
-def all_true(blocks: Array) -> Array:
-    """Whether a condition holds for all blocks of a tile, by a reduction that kernels have."""
-    return jnp.max(bit_ops.lax_where(blocks, jnp.zeros(blocks.shape, jnp.int32), 1).reshape(blocks.size)) == 0
+def all_true(blocks: Array, plan: ScaledPlan) -> Array:
+    """Whether a condition holds for all blocks of a tile."""
+    wrong = bit_ops.lax_where(blocks, jnp.zeros(blocks.shape, jnp.int32), 1)
+    return plan.backend.maximum(wrong, axis=tuple(range(blocks.ndim)), keepdims=False) == 0
 
 
 def _plain_scale_exponent(largest: Array, plan: ScaledPlan) -> Array:
@@ -174,7 +175,7 @@ def supports_plain_tiles(plan: ScaledPlan) -> bool:
 
 
 def plain_tile_scales(
-    x: Array, axis: int, plan: ScaledPlan, tensor: Array | None = None
+    x: Array, axis: int | tuple[int, ...], plan: ScaledPlan, tensor: Array | None = None
 ) -> tuple[BlockScales, Array, Array]:
     """The scales of a tile if it is plain, the largest magnitude of each block, and whether the tile is plain.
 
@@ -184,14 +185,14 @@ def plain_tile_scales(
         plan: a plan for which `supports_plain_tiles` holds.
         tensor: as for `choose_scales`.
     """
-    largest = largest_with_specials(x, axis)
+    largest = largest_with_specials(x, axis, plan)
     (count, exponent), *more = map(divisor_parts, plan.divisors)
     plain = not (more or plan.is_power or plan.rule.tensor_scale) and plan.scale == binary32
     if plain and count < 1 << _HALF_SIGNIFICAND_BITS and abs(exponent) < SAFE_EXPONENT:
         scales = BlockScales(_divide_by_short_divisor(largest, plan))
     else:
         scales = choose_scales(x, axis, plan, tensor)
-    return scales, largest, all_true(are_plain(largest) & are_in_safe_range(scales, plan))
+    return scales, largest, all_true(are_plain(largest) & are_in_safe_range(scales, plan), plan)
 
 
 def _divide_by_short_divisor(largest: Array, plan: ScaledPlan) -> Array:

@@ -17,7 +17,8 @@ class Backend:
     """A kind of programs, which the dispatch chooses (`make_op`): all give the same bits.
 
     Args:
-        maximum: `jax.numpy.max` of integers, with its `axis` and `keepdims`.
+        maximum: `jax.numpy.max` of integers, with its `axis` and `keepdims`. Kernels of GPUs repeat the result
+            along dimensions that they keep.
         per_group: returns a pytree of arrays, each computed once for each group.
         once: returns scalars of one dtype of integers, computed once for all uses.
         prevent_fma: returns a product with a nonnegative factor, rounded before it enters a sum.
@@ -33,9 +34,14 @@ class Backend:
     float64: bool = False
 
 
+def _maximum_in_tile(x: Array, axis: Any, keepdims: bool = False) -> Array:
+    """`jax.numpy.max`, by reductions that kernels have."""
+    return jnp.max(x, axis=axis, keepdims=True) if keepdims else jnp.max(x.reshape(x.size))
+
+
 #: A program that XLA compiles for any device, and partitions over any mesh.
 PORTABLE = Backend(integer_maximum, materialize_per_group, compute_once, prevent_fma)
 #: A program for one CPU.
 ONE_CPU = replace(PORTABLE, branch=branch_in_functions, float64=True)
 #: A tile of a kernel, whose values are in registers.
-TILE = replace(PORTABLE, maximum=jnp.max, per_group=lambda values: values)
+TILE = replace(PORTABLE, maximum=_maximum_in_tile, per_group=lambda values: values)

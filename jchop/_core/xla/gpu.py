@@ -9,9 +9,6 @@ A test shows each, and fails when a quirk is gone. `tests/_core/xla/test_gpu.py`
 * `float8_without_tiles_at_highest_precision`: Triton compiles no product of float8 with `Precision.HIGHEST` in
   tiles of 64 rows or more, as the units for float8 have them.
   Workaround: `dot_precision`: HIGH, with which cuBLAS does not sum in fewer bits either.
-* `float8_of_pallas_without_units`: In a kernel of Pallas-Triton a product of float8 with float32 sums is one of float16
-  on the H200. Pallas asks for exact sums, and its public names cannot ask for others.
-  Workaround: `_kernels/products/product_of_blocks_gpu.py`: a rule of its own for Pallas, which asks for their sums.
 """
 
 from __future__ import annotations

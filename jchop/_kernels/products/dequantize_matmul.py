@@ -7,23 +7,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from jchop._core.matmul.dequantize_matmul import dequantize_matmul_body
 from jchop._core.rounding.codebooks import refuse_table
 from jchop._kernels.primitive import Kernel, make_op
+from jchop._kernels.products.product_of_blocks import HOPPER_CAPABILITY
 from jchop._kernels.tiles import (
     LANES,
     SUBLANES,
+    WARP_LANES,
+    WARPS,
     Tiling,
     kernel_function,
+    mosaic_gpu_capability,
     next_multiple,
     next_power_of_two,
     refuse_large,
+    refuse_mosaic_gpu,
 )
 from jchop.formats import CodebookFormat, ElementFormat
+from jchop.formats._catalogue import float8_e4m3fn, float8_e5m2
 
 
 @dataclass(frozen=True)
@@ -128,72 +133,69 @@ class DequantizeMatmulTpuTiling(Tiling):
 
 @dataclass(frozen=True)
 class DequantizeMatmulGpuTiling(Tiling):
-    """Tiles of the GPU kernel, one program each.
+    """Tiles of the GPU kernel, for one warpgroup of 128 threads.
 
     Args:
-        block_m: rows of a tile of the product: a power of two, at least 16; or 1, without the matrix units.
-        block_n: bytes of codes across it, which is the number of columns of each part of W; a power of two, at least
-            16.
-        block_k: rows of W in a step; likewise. A step for one row of x takes several groups if it can.
-        splits: number of stretches of k, whose sums are added afterwards: it gives more programs if a product has few
+        rows: rows of x.
+        word: bytes of a row of W that a thread loads together, a power of two.
+        span: rows of W whose sums are scaled together: a group, or a part of one.
+        splits: number of stretches of k, whose sums are added afterwards. It gives more programs if a product has few
             tiles.
-        num_warps: warps of 32 threads in a program, a power of two.
-        num_stages: the number of steps whose loads may be in flight.
+        loads: words that a thread loads before it decodes them.
     """
 
-    block_m: int
-    block_n: int
-    block_k: int
+    rows: int
+    word: int
+    span: int
     splits: int = 1
-    num_warps: int = 4
-    num_stages: int = 3
+    loads: int = 1
 
-    MULTIPLES: ClassVar = {"splits": 1, "num_stages": 1}
-    POWERS: ClassVar = {"block_m": 1, "block_n": 16, "block_k": 16, "num_warps": 1}
+    MULTIPLES: ClassVar = {"rows": 1, "span": 1, "splits": 1, "loads": 1}
+    POWERS: ClassVar = {"word": 4}
+
+    @property
+    def lanes(self) -> int:
+        """Words of a tile in a row of W."""
+        return _DEQUANTIZE_BYTES // self.word
+
+    @property
+    def deep(self) -> int:
+        """Rows of W that threads take at once."""
+        return WARPS * WARP_LANES // self.lanes
 
     @classmethod
-    def for_shape(cls, problem: DequantizeMatmulProblem) -> DequantizeMatmulGpuTiling:
-        """The heuristic.
+    def for_shape(cls, problem: DequantizeMatmulProblem) -> DequantizeMatmulGpuTiling | None:
+        """The heuristic; None if no tile fits.
 
-        With few rows, reading codes takes the time. A tile is wide enough for whole memory sectors, and k is split
-        until the programs fill the chip. With many rows, a large tile decodes each code for more rows, and sums of
-        stretches would cost more than idle multiprocessors.
+        A thread keeps the sums of a word for each row of x, so more rows have shorter words. Reading codes takes the
+        time, so k is split until the programs fill the chip.
         """
-        if problem.m == 1:
-            return cls._for_one_row(problem)
-        tiles = _DEQUANTIZE_GPU_TILES["float32" if problem.itemsize == 4 else "bfloat16"]
-        rows, columns, depth, warps = next((tile for tile in tiles if problem.m <= tile[0]), tiles[-1])
-        depth = max(depth // 4, 16) if problem.selects else depth
-        block_n = max(min(columns // problem.parts, 128, next_power_of_two(problem.width, 16)), 16)
-        block_k = min(depth, next_power_of_two(problem.group, 16))
-        if problem.m > rows:
-            return cls(rows, block_n, block_k, 1, warps)
-        splits = min(_DEQUANTIZE_PROGRAMS // -(-problem.width // block_n), problem.k // (_MIN_STEPS_OF_SPLIT * block_k))
-        return cls(rows, block_n, block_k, max(splits, 1), warps)
-
-    @classmethod
-    def _for_one_row(cls, problem: DequantizeMatmulProblem) -> DequantizeMatmulGpuTiling:
-        """A thread reads 16 bytes of each of 16 rows of W, and eight threads 128 bytes of a row."""
-        block_n = min(128, next_power_of_two(problem.width, 16))
-        # Selections fill registers.
-        block_k, programs = (64, _DEQUANTIZE_PROGRAMS) if problem.selects else (512, _DEQUANTIZE_ROW_PROGRAMS)
-        block_k = min(block_k, next_power_of_two(problem.k, 16))
-        splits = min(max(programs // -(-problem.width // block_n), 1), -(-problem.k // block_k))
-        return cls(1, block_n, block_k, splits, 8, 1)
+        tiles = -(-problem.m // _MOST_DEQUANTIZE_ROWS)
+        rows = -(-problem.m // tiles)
+        longest = max(_DEQUANTIZE_SUMS // (next_power_of_two(rows) * problem.parts), 4)
+        for word in (16, 8, 4):
+            tiling = cls(rows, word, 1)
+            span = math.gcd(problem.group, _DEQUANTIZE_SPAN)
+            across, rest = divmod(problem.width, word)
+            if word > longest or rest or across < tiling.lanes or span % tiling.deep or problem.k % problem.group:
+                continue
+            columns = tiles * -(-across // tiling.lanes)
+            loads = math.gcd(span // tiling.deep, 1 if problem.selects else _DEQUANTIZE_LOADS)
+            splits = min(max(_DEQUANTIZE_PROGRAMS // columns, 1), problem.k // span)
+            return cls(rows, word, span, splits, loads)
+        return None
 
 
-#: Rows and columns of a tile of the product, rows of W in a step, and warps. float32 products run in the ordinary units
-#: and keep their operands in registers, which just hold them.
-_DEQUANTIZE_GPU_TILES = {
-    "bfloat16": ((16, 256, 128, 8), (32, 128, 128, 4), (64, 128, 128, 4)),
-    "float32": ((16, 64, 32, 4), (32, 64, 32, 4), (64, 64, 32, 8)),
-}
-#: Programs that fill a large GPU: about two for each multiprocessor.
-_DEQUANTIZE_PROGRAMS = 256
-#: The most programs for one row: more would be slowed down by the sum of their results.
-_DEQUANTIZE_ROW_PROGRAMS = 1024
-#: The fewest steps that hide the latency of the first loads.
-_MIN_STEPS_OF_SPLIT = 4
+#: Formats that GPUs convert themselves, from compute capability 8.9 on; Mosaic GPU knows it from 9.0 on.
+FLOAT8_FORMATS = (float8_e4m3fn, float8_e5m2)
+#: Bytes of a tile in a row of W, sums of a thread, and words that it loads together.
+_DEQUANTIZE_BYTES, _DEQUANTIZE_SUMS, _DEQUANTIZE_LOADS = 128, 32, 8
+#: Rows of a tile of x, and of W whose sums are scaled together, at most.
+_MOST_DEQUANTIZE_ROWS, _DEQUANTIZE_SPAN = 8, 256
+#: Programs that fill a large GPU: more would be slowed down by the sum of their results.
+_DEQUANTIZE_PROGRAMS = 1024
+#: The most rows for which decoding each number anew takes less time than reading the matrix unpacked.
+_MOST_ROWS_OF_X = 16
 
 
 # -- the operation ---------------------------------------------------------------------------------------------------
@@ -206,10 +208,20 @@ def _refuse_tpu_dequantize_matmul(x: Any, codes: Any, scales: Any, *, format: El
     return refuse_table(format)
 
 
-def _refuse_gpu_dequantize_matmul(x: Any, codes: Any, scales: Any, *, format: ElementFormat, **_: Any) -> str | None:
-    return refuse_table(format) or refuse_large(x=x.size, codes=codes.size, y=x.shape[0] * scales.shape[1])
+def _refuse_gpu_dequantize_matmul(x: Any, codes: Any, scales: Any, *, format: ElementFormat, group: int) -> str | None:
+    problem = DequantizeMatmulProblem.of(x, codes, format, group)
+    if problem.width * problem.parts != scales.shape[1] or DequantizeMatmulGpuTiling.for_shape(problem) is None:
+        return f"no tile of whole words and groups of {group} rows fits (k={problem.k}, n={scales.shape[1]})"
+    large = refuse_large(x=x.size, codes=codes.size, y=x.shape[0] * scales.shape[1])
+    return refuse_mosaic_gpu(x=x.dtype) or refuse_table(format) or large
 
 
+GPU_KERNEL = Kernel(
+    kernel_function("products.dequantize_matmul_gpu", "gpu_dequantize_matmul"),
+    _refuse_gpu_dequantize_matmul,
+    lambda x, *_, **__: x.shape[0] <= _MOST_ROWS_OF_X,
+    capability=lambda *_, format, **__: HOPPER_CAPABILITY if format in FLOAT8_FORMATS else mosaic_gpu_capability(),
+)
 dequantize_matmul_op = make_op(
     "jchop_dequantize_matmul",
     dequantize_matmul_body,
@@ -219,12 +231,7 @@ dequantize_matmul_op = make_op(
         _refuse_tpu_dequantize_matmul,
         lambda x, codes, scales, *, group, **_: group % 32 == 0 or group >= x.shape[1],
     ),
-    # A step takes at least 16 rows of W; for many rows of float32 a tuned library is faster.
-    gpu=Kernel(
-        kernel_function("products.dequantize_matmul_gpu", "gpu_dequantize_matmul"),
-        _refuse_gpu_dequantize_matmul,
-        lambda x, codes, scales, *, group, **_: group >= 16 and (x.dtype == jnp.bfloat16 or x.shape[0] <= 64),
-    ),
+    gpu=GPU_KERNEL,
 )
 
 

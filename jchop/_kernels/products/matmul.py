@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
@@ -12,12 +12,29 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jchop._common.bit_ops import CARRIERS, lax_where
 from jchop._core.arithmetic.basic import ValueRange, add_and_round, carrier_range, sum_range
 from jchop._core.matmul import aligned
 from jchop._core.matmul.aligned import TensorCoreUnit
 from jchop._core.matmul.matmul import MatmulPlan, WordSource, accumulate_product, combine_sums, matmul_body
 from jchop._kernels.primitive import Kernel, make_op
-from jchop._kernels.tiles import LANES, SUBLANES, Tiling, kernel_function, next_multiple, next_power_of_two
+from jchop._kernels.products.product_of_blocks import (
+    BLACKWELL_CAPABILITY,
+    HOPPER_CAPABILITY,
+    HOPPER_ROW_BYTES,
+    HopperTiling,
+)
+from jchop._kernels.tiles import (
+    LANES,
+    SUBLANES,
+    Tiling,
+    kernel_function,
+    mosaic_gpu_capability,
+    next_multiple,
+    next_power_of_two,
+    refuse_large,
+    refuse_mosaic_gpu,
+)
 from jchop._spec.accumulation import MatmulSpec
 
 # -- tilings -----------------------------------------------------------------------------------------------------------
@@ -31,7 +48,7 @@ class MatmulTpuTiling(Tiling):
         block_m: rows of an output tile, a multiple of `rows`.
         block_n: its columns, a multiple of 128.
         block_k: length of the part of the inner dimension on chip at a time, a multiple of 128.
-        rows: rows of the chunk of a tile that stays in registers through these steps, a multiple of 8.
+        rows: rows of the chunk of a tile that stays in registers through those steps, a multiple of 8.
     """
 
     block_m: int
@@ -50,7 +67,7 @@ class MatmulTpuTiling(Tiling):
         """The heuristic.
 
         A step of an elementwise order takes tens to hundreds of vector operations for each element, so arithmetic
-        limits it for every tile. A wide chunk shares the broadcast of its column of `a`. For a matrix unit, nearly
+        limits it for every tile; a wide chunk shares the broadcast of its column of `a`. For a matrix unit, nearly
         square tiles are best.
         """
         units = spec.order.kind == "matrix_unit"
@@ -70,90 +87,67 @@ class MatmulTpuTiling(Tiling):
         return cls(block_m, block_n, block_k, rows)
 
 
+#: Rows of a tile of the GPU kernel.
+MATMUL_GPU_ROWS = 64
+
+
 @dataclass(frozen=True)
 class MatmulGpuTiling(Tiling):
-    """Tiles of the GPU kernel, one program each.
+    """Tiles of the GPU kernel, of 64 rows.
 
     Args:
-        block_m: rows of an output tile, a power of two (at least 16 for ``matrix_unit``).
-        block_n: its columns, likewise.
-        block_k: longest part of a block that one tile product of ``matrix_unit`` takes, likewise. In the other orders,
-            the number of products that a step loads together.
-        num_warps: warps of 32 threads in a program, a power of two.
-        num_stages: the number of loads of a ``matrix_unit`` block that may be in flight.
+        block_n: columns of a tile, a multiple of 8.
+        block_k: the number of products that a step loads together, even.
     """
 
-    block_m: int
     block_n: int
     block_k: int
-    num_warps: int = 4
-    num_stages: int = 2
 
-    MULTIPLES: ClassVar = {"num_stages": 1}
-    POWERS: ClassVar = dict.fromkeys(("block_m", "block_n", "block_k", "num_warps"), 1)
+    MULTIPLES: ClassVar = {"block_n": 8, "block_k": 2}
 
     @classmethod
-    def for_shape(cls, batch: int, m: int, n: int, plan: MatmulPlan) -> MatmulGpuTiling:
-        """The heuristic: the largest tile of a list that gives work to every multiprocessor.
-
-        The accumulator and the temporaries of a step must stay in registers. That allows 8 elements for each thread (4
-        for float64, and in pairwise order, which also keeps a partial sum of every level). With ``matrix_unit``: 32, or
-        16 if its sums may need integer arithmetic.
-        """
-        tiles = _matmul_gpu_tiles(plan)
-        programs = (batch * -(-m // tile.block_m) * -(-n // tile.block_n) for tile in tiles)
-        return next((tile for tile, count in zip(tiles, programs, strict=True) if count >= _MATMUL_PROGRAMS), tiles[-1])
+    def for_order(cls, order: Any) -> MatmulGpuTiling:
+        """The heuristic: a thread has 8 sums, or 4 if it also keeps those of each level, or all terms of a block."""
+        return cls(8, 4) if order.kind == "pairwise" or order.aligned else cls(16, 4)
 
 
-#: Programs that fill a large GPU: about two for each multiprocessor.
-_MATMUL_PROGRAMS = 256
-_STEP_GPU_TILES = (
-    MatmulGpuTiling(32, 64, 8, num_warps=8),
-    MatmulGpuTiling(32, 32, 8, num_warps=4),
-    MatmulGpuTiling(16, 32, 8, num_warps=4),
-)
-#: All terms of a block are alive together, so a thread has 2 elements.
-_ALIGNED_GPU_TILES = (MatmulGpuTiling(16, 32, 1, num_warps=8), MatmulGpuTiling(16, 16, 1, num_warps=4))
-_DOT_GPU_TILES = (
-    MatmulGpuTiling(64, 128, 64, num_warps=8, num_stages=3),
-    MatmulGpuTiling(64, 64, 64, num_warps=8, num_stages=3),
-    MatmulGpuTiling(32, 32, 64, num_warps=4, num_stages=3),
-)
-#: Tile products without tensor cores, or with operands of 32 bits, have less room.
-_WIDE_DOT_GPU_TILES = {
-    "tf32": (MatmulGpuTiling(64, 64, 32, num_warps=8), MatmulGpuTiling(32, 32, 32)),
-    "float32": (MatmulGpuTiling(64, 64, 32, num_warps=8), MatmulGpuTiling(32, 32, 32)),
-    "float64": (MatmulGpuTiling(32, 32, 16),),
-}
+def hopper_dot_tiling(plan: MatmulPlan) -> HopperTiling | None:
+    """Tiles of the kernel of ``matrix_unit``: a step is a block, filled up to what the units take; None if none fits.
+
+    The accumulator and the temporaries of a step must stay in registers, also those of sums that may need integers.
+    """
+    if (dtype := HOPPER_OPERANDS.get(dot_operand(plan))) is None:
+        return None
+    itemsize, block = jnp.dtype(dtype).itemsize, min(plan.spec.order.block or 1, plan.k)
+    size = next_power_of_two(block * itemsize, _MIN_HOPPER_STEP)
+    size = size if size <= HOPPER_ROW_BYTES else next_multiple(block * itemsize, HOPPER_ROW_BYTES)
+    total, bias = sum_range(plan.accumulator, plan.dot), plan.carrier.bias
+    columns = _DOT_COLUMNS if total.quantum > -bias and total.top <= bias else _DOT_COLUMNS // 2
+    stages = min(_HOPPER_MEMORY // (size * (2 * MATMUL_GPU_ROWS + columns)), _MOST_HOPPER_STAGES)
+    return HopperTiling(MATMUL_GPU_ROWS, columns, size // itemsize, stages) if stages > 1 else None
 
 
-def _matmul_gpu_tiles(plan: MatmulPlan) -> tuple[MatmulGpuTiling, ...]:
-    if plan.spec.order.kind == "matrix_unit":
-        total, bias = sum_range(plan.accumulator, plan.dot), plan.carrier.bias
-        light = total.quantum > -bias and total.top <= bias
-        return _WIDE_DOT_GPU_TILES.get(dot_operand(plan)) or (_DOT_GPU_TILES if light else _DOT_GPU_TILES[1:])
-    if plan.spec.order.aligned:
-        return _ALIGNED_GPU_TILES
-    narrow = plan.spec.order.kind == "pairwise" or plan.carrier.width == 64
-    return tuple(replace(tile, block_m=tile.block_m // 2) for tile in _STEP_GPU_TILES) if narrow else _STEP_GPU_TILES
+#: Bytes of a row of the shortest step, and of all steps in flight, whose number has a limit.
+_MIN_HOPPER_STEP, _HOPPER_MEMORY, _MOST_HOPPER_STAGES = 32, 200 << 10, 6
+_DOT_COLUMNS = 64
 
 
 # -- common functions of the kernels -----------------------------------------------------------------------------------
 
-#: The shortest side of a tile product on a GPU.
-_MIN_DOT_SIDE = 16
 #: Types of operands whose products are exact in float32, the cheapest first, with the range of each.
 _NARROW_OPERANDS = {
     "bfloat16": ValueRange(-133, 8, 128),
     "float16": ValueRange(-24, 11, 16),
     "tf32": ValueRange(-136, 11, 128),
 }
+#: The dtype of such operands on the matrix units of Hopper, which take float32 as tf32.
+HOPPER_OPERANDS = {"bfloat16": "bfloat16", "float16": "float16", "tf32": "float32"}
 
 
 def dot_operand(plan: MatmulPlan, types: tuple[str, ...] = tuple(_NARROW_OPERANDS)) -> str:
     """The narrowest type of operand (a dtype, or ``"tf32"``) that holds every operand, else the carrier's name.
 
-    Products of these operands are exact in float32, and a matrix unit sums them in float32. That is the carrier's dot,
+    Products of such operands are exact in float32, and a matrix unit sums them in float32. That is the carrier's dot,
     much faster than with operands of 24 bits.
     """
     if plan.carrier.name == "float32":
@@ -172,11 +166,6 @@ def int32_loop(begin: Array | int, end: Array | int, body: Callable[[Array, Any]
         return i + 1, end, body(i, carry)
 
     return lax.while_loop(lambda state: state[0] < state[1], step, (jnp.int32(begin), jnp.int32(end), init))[2]
-
-
-def dot_length(block: int) -> int:
-    """The least length to which a short block is padded for a tile product on a GPU."""
-    return next_power_of_two(block, _MIN_DOT_SIDE)
 
 
 def aligned_unit(spec: MatmulSpec, k: int) -> TensorCoreUnit:
@@ -205,7 +194,7 @@ def add_aligned_block(
     Args:
         sums: c, and the total if the order promotes.
         lhs: significand and exponent of the left factor of each product.
-        rhs: likewise, of the right factor.
+        rhs: those of the right factors.
         plan: the arithmetic.
         draw: the random words of the tile, if it draws.
         block: int32 scalar.
@@ -219,9 +208,8 @@ def add_aligned_block(
     full_range = carrier_range(plan.carrier)
     following = block + 1
     ends = (lax.rem(following, np.int32(every // unit.length)) == 0) | (following == -(-plan.k // unit.length))
-    return jnp.where(ends, 0, c), jnp.where(
-        ends, add_and_round(sums[1], c, None, plan.carrier, None, full_range, full_range), sums[1]
-    )
+    promoted = add_and_round(sums[1], c, None, plan.carrier, None, full_range, full_range)
+    return lax_where(ends, jnp.zeros_like(c), c), lax_where(ends, promoted, sums[1])
 
 
 def pair_levels(k: int) -> int:
@@ -277,7 +265,8 @@ def finish_pairs(
 
     def add(level: Array, total: Array) -> Array:
         begin = lax.shift_left(lax.shift_right_logical(jnp.int32(pairs), level), level) * 2
-        return jnp.where((pairs >> level) & 1 == 1, combine_sums(partial_sum(level), total, plan, draw, begin), total)
+        total_with = combine_sums(partial_sum(level), total, plan, draw, begin)
+        return lax_where((pairs >> level) & 1 == 1, total_with, total)
 
     return int32_loop(lowest + 1, pairs.bit_length(), add, total)
 
@@ -324,10 +313,41 @@ def _refuse_tpu_matmul(a: jax.ShapeDtypeStruct, *_: Any, spec: MatmulSpec) -> st
     return _refuse_matmul(a, spec=spec)
 
 
+def _refuse_gpu_matmul(a: jax.ShapeDtypeStruct, b: Any, *_: Any, spec: MatmulSpec) -> str | None:
+    if spec.order.kind == "matrix_unit":
+        return f"order={str(spec.order)!r} has a kernel of its own"
+    return refuse_mosaic_gpu(a=a.dtype) or refuse_large(a=a.size, b=b.size) or _refuse_matmul(a, spec=spec)
+
+
+def refuse_dots(a: jax.ShapeDtypeStruct, b: Any, *_: Any, spec: MatmulSpec) -> str | None:
+    """The reason against the kernel of ``matrix_unit`` for operands, or None."""
+    if spec.order.kind != "matrix_unit":
+        return f"order={str(spec.order)!r} is not summed by matrix units"
+    if reason := refuse_mosaic_gpu(a=a.dtype) or refuse_large(a=a.size, b=b.size) or _refuse_matmul(a, spec=spec):
+        return reason
+    plan = MatmulPlan(spec, CARRIERS[a.dtype.name], max(a.shape[2], 1))
+    if hopper_dot_tiling(plan) is None:
+        operands = "operands=None" if spec.operands is None else f"operands={str(spec.operands)!r}"
+        return (
+            f"{operands}, order={str(spec.order)!r}: kernels take bfloat16, float16 or tf32, and two blocks at a time"
+        )
+    return None
+
+
 matmul_op = make_op(
     "jchop_matmul",
     matmul_body,
     tpu=Kernel(kernel_function("products.matmul_tpu", "tpu_matmul"), _refuse_tpu_matmul),
-    gpu=Kernel(kernel_function("products.matmul_gpu", "gpu_matmul"), _refuse_matmul),
+    gpu=(
+        Kernel(
+            kernel_function("products.matmul_hopper", "hopper_matmul_of_dots"),
+            refuse_dots,
+            capability=lambda *_, **__: HOPPER_CAPABILITY,
+            below=BLACKWELL_CAPABILITY,
+        ),
+        Kernel(
+            kernel_function("products.matmul_gpu", "gpu_matmul"), _refuse_gpu_matmul, capability=mosaic_gpu_capability
+        ),
+    ),
     by_backend=True,
 )

@@ -1,37 +1,37 @@
-"""The matrix product with an emulated accumulator, for NVIDIA GPUs (Pallas on Triton).
+"""The matrix product with an emulated accumulator, for NVIDIA GPUs (Mosaic GPU).
 
-One program computes one output tile: it runs through the whole inner dimension with the accumulator in registers. So
-memory traffic is the loads of operands, mostly from caches, and one store of the result.
+A warpgroup computes one tile of the result: it runs through the whole inner dimension with the accumulator in
+registers. So memory traffic is the loads of operands, mostly from caches, and one store of the result. The last tile
+ends with the matrix; what it shares with another one is written twice, equally.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
-from jchop._common.bit_ops import CARRIERS
+from jchop._common.bit_ops import CARRIERS, lax_where
 from jchop._core.matmul import matmul
-from jchop._kernels.pallas import call_on_gpu, divmod_int32
+from jchop._kernels.pallas import divmod_int32
 from jchop._kernels.products.matmul import (
+    MATMUL_GPU_ROWS,
     MatmulGpuTiling,
     add_aligned_block,
     aligned_factors,
     aligned_unit,
-    dot_length,
-    dot_operand,
     finish_pairs,
     int32_loop,
     merge_pairs,
     pair_levels,
 )
+from jchop._kernels.tiles import next_multiple
+from jchop._kernels.warpgroups import RegisterMatrix, call_on_warpgroups
 from jchop._spec.accumulation import MatmulSpec
 
 
@@ -47,27 +47,29 @@ def gpu_matmul(
     """The result of `jchop._core.matmul.matmul.matmul_body`.
 
     Args:
-        a: float32 or float64 (batch, m, k), rounded to the operands' spec.
+        a: float32 (batch, m, k), rounded to the operands' spec.
         b: the same (batch, k, n), likewise.
         seeds: the twelve seeds, if something draws.
         spec: the arithmetic.
         tiling: the tiles. Default: the heuristic's.
-        interpret: as in `pallas_call`, to run it on any device.
+        interpret: as for `call_on_warpgroups`.
     """
     (batch, m, k), n = a.shape, b.shape[2]
     if not batch * m * n * k:
         return jnp.zeros((batch, m, n), a.dtype)
     plan = matmul.MatmulPlan(spec, CARRIERS[a.dtype.name], k)
-    tile = _MatmulGpuTile(plan, tiling or MatmulGpuTiling.for_shape(batch, m, n, plan), m, n)
-    operands, result = [a, b], ((batch, m, n), a.dtype)
-    if spec.order.kind == "matrix_unit" and tile.operand in ("bfloat16", "float16"):
-        operands = [x.astype(tile.operand) for x in operands]
+    tiling = tiling or MatmulGpuTiling.for_order(spec.order)
+    down, across = max(m, MATMUL_GPU_ROWS), max(next_multiple(n, 2), tiling.block_n)  # two columns are loaded together
+    tile = _MatmulGpuTile(plan, tiling, (m, n), (down, across), interpret is True)
+    operands = [jnp.swapaxes(jnp.pad(a, ((0, 0), (0, down - m), (0, 0))), 1, 2)]
+    operands += [jnp.pad(b, ((0, 0), (0, 0), (0, across - n)))]
     if spec.order.aligned:
         unit = aligned_unit(spec, k)
-        operands = [*aligned_factors(jnp.swapaxes(a, 1, 2), 1, unit), *aligned_factors(b, 1, unit)]
-    arrays = [*operands, *[seeds] * plan.draws]
-    grid, name = (batch * tile.down * tile.across,), f"matmul_{spec.order.kind}"
-    return call_on_gpu(tile.kernel, grid, arrays, [result], name=name, tiling=tile.tiling, interpret=interpret)[0]
+        operands = [part for x in operands for part in aligned_factors(x, 1, unit)]
+    arrays = operands if seeds is None else [*operands, seeds]
+    programs, name = batch * tile.down * tile.across, f"matmul_{spec.order.kind}"
+    result = [((batch, down, across), a.dtype)]
+    return call_on_warpgroups(tile.kernel, programs, arrays, result, name=name, interpret=interpret)[0][:, :m, :n]
 
 
 @dataclass(frozen=True)
@@ -76,43 +78,43 @@ class _MatmulGpuTile:
 
     plan: matmul.MatmulPlan
     tiling: MatmulGpuTiling
-    m: int
-    n: int
+    shape: tuple[int, int]  # of the result
+    padded: tuple[int, int]  # likewise, at least a tile
+    interpret: bool
+
+    @property
+    def registers(self) -> RegisterMatrix:
+        return RegisterMatrix((MATMUL_GPU_ROWS, self.tiling.block_n), self.interpret)
 
     @property
     def down(self) -> int:
-        return pl.cdiv(self.m, self.tiling.block_m)
+        return pl.cdiv(self.padded[0], MATMUL_GPU_ROWS)
 
     @property
     def across(self) -> int:
-        return pl.cdiv(self.n, self.tiling.block_n)
+        return pl.cdiv(self.padded[1], self.tiling.block_n)
 
-    @cached_property
-    def operand(self) -> str:
-        """The type of the operands of ``matrix_unit`` tile products."""
-        return dot_operand(self.plan)
-
-    def kernel(self, *refs: Any) -> None:
+    def kernel(self, program: Array, *refs: Any) -> None:
         count = 4 if self.plan.spec.order.aligned else 2
         operands, (*seeds_ref, out) = refs[:count], refs[count:]
-        lead, j = divmod_int32(pl.program_id(0), self.across)
+        lead, j = divmod_int32(program, self.across)
         batch, i = divmod_int32(lead, self.down)
-        corner = batch, i * np.int32(self.tiling.block_m), j * np.int32(self.tiling.block_n)
-        rows = corner[1] + lax.broadcasted_iota(jnp.int32, (self.tiling.block_m, 1), 0)
-        columns = corner[2] + lax.broadcasted_iota(jnp.int32, (1, self.tiling.block_n), 1)
+        row = jnp.minimum(i * np.int32(MATMUL_GPU_ROWS), np.int32(self.padded[0] - MATMUL_GPU_ROWS))
+        column = jnp.minimum(j * np.int32(self.tiling.block_n), np.int32(self.padded[1] - self.tiling.block_n))
         draw = None
         if seeds_ref:
             seeds = [seeds_ref[0][i] for i in range(12)]
-            row = (corner[0] * np.int32(self.m) + rows).astype(jnp.uint32) * np.uint32(self.n)
-            draw = matmul.make_word_source(seeds, row + columns.astype(jnp.uint32), self.plan.carrier)
-        loads = _OperandLoads(operands, corner, rows < self.m, columns < self.n, self.tiling)
+            rows, columns = self.registers.iota(0) + row, self.registers.iota(1) + column
+            index = (batch * np.int32(self.shape[0]) + rows).astype(jnp.uint32) * np.uint32(self.shape[1])
+            draw = matmul.make_word_source(seeds, index + columns.astype(jnp.uint32), self.plan.carrier)
+        loads = _OperandLoads(operands, (batch, row, column), self.registers)
         result = _GPU_SUM_OF_ORDER[self.plan.spec.order.kind](self, loads, draw)
-        index = (corner[0], pl.ds(corner[1], self.tiling.block_m), pl.ds(corner[2], self.tiling.block_n))
-        plt.store(out.at[index], result, mask=(rows < self.m) & (columns < self.n))
+        place = out.at[batch, pl.ds(row, MATMUL_GPU_ROWS), pl.ds(column, self.tiling.block_n)]
+        self.registers.store(place, result)
 
     @property
     def zeros(self) -> Array:
-        return jnp.zeros((self.tiling.block_m, self.tiling.block_n), self.plan.carrier.name)
+        return self.registers.full(0.0)
 
     @property
     def block(self) -> int:
@@ -131,7 +133,8 @@ class _MatmulGpuTile:
 
         def some(i: Array, c: Array) -> Array:
             first = begin + i * np.int32(step_length)
-            for j, pair in enumerate(loads.consecutive(first, step_length)):
+            pairs = [loads.at(first + np.int32(j)) for j in range(step_length)]
+            for j, pair in enumerate(pairs):
                 c = matmul.multiply_accumulate(c, *pair, self.plan, draw, first + np.int32(j))
             return c
 
@@ -168,17 +171,14 @@ class _MatmulGpuTile:
             level, total = merge_pairs(
                 i, matmul.add_products(p, q, plan, draw, 2 * i + 1), _partial_sum_picker(stack), plan, draw
             )
-            return tuple(jnp.where(level == number, total, partial_sum) for number, partial_sum in enumerate(stack))
+            return tuple(lax_where(level == number, total, partial_sum) for number, partial_sum in enumerate(stack))
 
         def pair(i: Array, stack: tuple[Array, ...]) -> tuple[Array, ...]:
             return merge(i, product(2 * i), product(2 * i + 1), stack)
 
         def some(i: Array, stack: tuple[Array, ...]) -> tuple[Array, ...]:
             first = i * np.int32(step_length)
-            terms = [
-                matmul.round_products(*operands, plan, draw, first + np.int32(j))
-                for j, operands in enumerate(loads.consecutive(first, step_length))
-            ]
+            terms = [product(first + np.int32(j)) for j in range(step_length)]
             for j, (p, q) in enumerate(zip(terms[::2], terms[1::2], strict=True)):
                 stack = merge(i * np.int32(step_length // 2) + np.int32(j), p, q, stack)
             return stack
@@ -189,24 +189,6 @@ class _MatmulGpuTile:
         stack = int32_loop(count * step_length // 2, plan.k // 2, pair, stack) if plan.k % step_length > 1 else stack
         last = product(jnp.int32(plan.k - 1)) if plan.k % 2 else None
         return finish_pairs(last, _partial_sum_picker(stack), plan, draw)
-
-    def sum_of_dots(self, loads: _OperandLoads, draw: matmul.WordSource | None) -> Array:
-        part = min(self.tiling.block_k, dot_length(self.block))
-        parts = pl.cdiv(self.block, part)
-        precision = lax.Precision.DEFAULT if self.operand == "tf32" else lax.Precision.HIGHEST
-
-        def step(j: Array, c: Array) -> Array:
-            begin = j * np.int32(self.block)
-            end = jnp.minimum(begin + self.block, self.plan.k)
-
-            def add(i: Array, d: Array) -> Array:
-                x, y = loads.parts(begin + i * part, end, part)
-                return d + jnp.dot(x, y, precision=precision, preferred_element_type=d.dtype)
-
-            d = add(jnp.int32(0), self.zeros) if parts == 1 else int32_loop(0, parts, add, self.zeros)
-            return matmul.add_dot(c, d, self.plan, draw, j)
-
-        return int32_loop(0, pl.cdiv(self.plan.k, self.block), step, self.zeros)
 
     def sum_of_aligned_blocks(self, loads: _OperandLoads, draw: matmul.WordSource | None) -> Array:
         length = aligned_unit(self.plan.spec, self.plan.k).length
@@ -224,64 +206,31 @@ _GPU_SUM_OF_ORDER: dict[str, Callable[[_MatmulGpuTile, _OperandLoads, matmul.Wor
     "sequential": _MatmulGpuTile.sum_in_sequence,
     "blocked": _MatmulGpuTile.sum_in_blocks,
     "pairwise": _MatmulGpuTile.sum_in_pairs,
-    "matrix_unit": _MatmulGpuTile.sum_of_dots,
     **dict.fromkeys(("aligned", "aligned_apart", "aligned_halves"), _MatmulGpuTile.sum_of_aligned_blocks),
 }
 
 
 @dataclass(frozen=True)
 class _OperandLoads:
-    """Masked loads of the operands for a tile; elements outside are zero."""
+    """Loads of the operands for a tile, repeated along its other axis."""
 
     operands: tuple[Any, ...]  # both, or significands and exponents of both, (batch, k, m) and (batch, k, n)
     corner: tuple[Array, Array, Array]
-    rows: Array  # whether each row of the tile exists
-    columns: Array
-    tiling: MatmulGpuTiling
+    registers: RegisterMatrix
 
     def factors(self, k: Array) -> tuple[list[Array], list[Array]]:
-        """Significands and exponents of the factors of product k."""
-        batch, row, column = self.corner
-
-        def parts(refs: tuple[Any, ...], start: Array, length: int, mask: Array, shape: tuple[int, int]) -> list[Array]:
-            index = batch, k, pl.ds(start, length)
-            return [plt.load(ref.at[index], mask=mask.reshape(length), other=0).reshape(shape) for ref in refs]
-
-        tall, wide = self.tiling.block_m, self.tiling.block_n
+        """Significands and exponents of the factors of product k, or these alone."""
+        (batch, row, column), count = self.corner, len(self.operands) // 2
+        rows, columns = pl.ds(row, MATMUL_GPU_ROWS), pl.ds(column, self.registers.shape[1])
         return (
-            parts(self.operands[:2], row, tall, self.rows, (tall, 1)),
-            parts(self.operands[2:], column, wide, self.columns, (1, wide)),
+            [self.registers.load_along(ref.at[batch, k, rows], 0) for ref in self.operands[:count]],
+            [self.registers.load_along(ref.at[batch, k, columns], 1) for ref in self.operands[count:]],
         )
 
     def at(self, k: Array) -> tuple[Array, Array]:
         """Column k of one operand and row k of the other."""
-        return self._both(k, 1, None)
-
-    def consecutive(self, k: Array, length: int) -> list[tuple[Array, Array]]:
-        """The results of `at` for k and the next `length` - 1 products, which must exist, from loads of vectors."""
-        both = self._both(k, length, lambda axis: jnp.expand_dims(jnp.ones(length, bool), 1 - axis))
-        return list(zip(*(lax.split(x, [1] * length, 1 - i) for i, x in enumerate(both)), strict=True))
-
-    def parts(self, begin: Array, end: Array, length: int) -> tuple[Array, Array]:
-        """`length` columns and rows from `begin` on; from `end` on they are zero."""
-
-        def exists(axis: int) -> Array:
-            shape = (1, length) if axis else (length, 1)
-            return begin + lax.broadcasted_iota(jnp.int32, shape, axis) < end
-
-        return self._both(begin, length, exists)
-
-    def _both(self, k: Array, length: int, exists: Callable[[int], Array] | None) -> tuple[Array, Array]:
-        """`length` columns and rows from k on; `exists` gives the mask of products along an axis, None for all."""
-        batch, row, column = self.corner
-        a, b = self.operands
-        ks, rows, columns = pl.ds(k, length), self.rows, self.columns
-        if exists is not None:
-            rows, columns = rows & exists(1), exists(0) & columns
-        return (
-            plt.load(a.at[batch, pl.ds(row, self.tiling.block_m), ks], mask=rows, other=0),
-            plt.load(b.at[batch, ks, pl.ds(column, self.tiling.block_n)], mask=columns, other=0),
-        )
+        (x,), (y,) = self.factors(k)
+        return x, y
 
 
 def _partial_sum_picker(stack: tuple[Array, ...]) -> Callable[[Array], Array]:
@@ -290,7 +239,7 @@ def _partial_sum_picker(stack: tuple[Array, ...]) -> Callable[[Array], Array]:
     def pick(level: Array) -> Array:
         choice = stack[0]
         for number, partial_sum in enumerate(stack[1:], 1):
-            choice = jnp.where(level == number, partial_sum, choice)
+            choice = lax_where(level == number, partial_sum, choice)
         return choice
 
     return pick

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from jax import Array
 
 from jchop._core.xla.backend import TILE
 from jchop._kernels.primitive import Kernel
-from jchop._kernels.tiles import LANES, Tiling, kernel_function, next_power_of_two, refuse_large
+from jchop._kernels.tiles import LANES, Tiling, kernel_function, refuse_large, refuse_mosaic_gpu
 
 #: A zero point, and the sums of elements of the other operand that it is multiplied by.
 _ZERO_POINTS = (("w_zero", "x_sum"), ("x_zero", "w_sum"))
@@ -59,63 +58,18 @@ def multiply_scales(numbers: Array, parts: Mapping[str, Any], names: Iterable[st
     return numbers
 
 
-@dataclass(frozen=True)
-class ProductOfBlocksGpuTiling(Tiling):
-    """Tiles of the GPU kernel, one program each. All sizes are powers of two.
-
-    Args:
-        block_m: rows of a tile of the product, at least 16. The units of Hopper take 64.
-        block_n: its columns, at least 16.
-        block_k: numbers of the sum in a step, at least 32, as many as the units take. A step that ends beyond a block
-            is filled up with zeros.
-        num_warps: warps of 32 threads in a program.
-        num_stages: the number of steps whose loads may be in flight.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int = 4
-    num_stages: int = 3
-
-    MULTIPLES: ClassVar = {"num_stages": 1}
-    POWERS: ClassVar = {"block_m": 16, "block_n": 16, "block_k": 32, "num_warps": 1}
-
-    @classmethod
-    def for_shape(cls, m: int, n: int, block: int, *, extra_registers: bool = False) -> ProductOfBlocksGpuTiling:
-        """The heuristic.
-
-        Few rows get many narrow tiles, which share the work of reading. Of many rows a tile is as large as its
-        registers allow, which hold the sum of a block and the sum of all blocks.
-
-        Args:
-            m: rows of the product.
-            n: its columns.
-            block: the length of a block.
-            extra_registers: whether a step needs other registers, too: for zero points, or for the sum of a step of
-                float8.
-        """
-        rows, columns, warps = next((tile for tile in _PRODUCT_GPU_TILES if m <= tile[0]), _PRODUCT_GPU_TILES[-1])
-        columns = columns // 2 if extra_registers else columns
-        deep = min(next_power_of_two(block, _SHORTEST_PRODUCT_STEP), LONGEST_PRODUCT_STEP)
-        return cls(rows, min(columns, next_power_of_two(n, 16)), deep, warps, _PRODUCT_STAGES)
-
-
-#: Rows and columns of a tile of the product, and warps.
-_PRODUCT_GPU_TILES = ((16, 32, 4), (32, 64, 4), (64, 64, 4), (128, 128, 8))
-#: Of a step, in numbers of the sum.
-_SHORTEST_PRODUCT_STEP, LONGEST_PRODUCT_STEP = 32, 128
-_PRODUCT_STAGES = 4
+#: Bytes of a row of the parts in which tiles lie in shared memory.
+HOPPER_ROW_BYTES = 128
 
 
 @dataclass(frozen=True)
-class ProductOfBlocksHopperTiling(Tiling):
-    """Tiles of the Hopper kernel.
+class HopperTiling(Tiling):
+    """Tiles of the kernels for the matrix units of Hopper.
 
     Args:
         rows: rows of the part of a tile that one of two warpgroups computes, a multiple of 64.
-        columns: its columns, a multiple of 128.
-        depth: numbers of the sum in a step, a multiple of 128.
+        columns: its columns, a multiple of 32.
+        depth: numbers of the sum in a step, of 32 or 64 bytes or a multiple of 128.
         stages: the number of steps whose copies may be in flight.
     """
 
@@ -124,11 +78,11 @@ class ProductOfBlocksHopperTiling(Tiling):
     depth: int
     stages: int
 
-    MULTIPLES: ClassVar = {"rows": 64, "columns": 128, "depth": 128, "stages": 1}
+    MULTIPLES: ClassVar = {"rows": 64, "columns": 32, "depth": 8, "stages": 1}
 
     @classmethod
-    def for_shape(cls, shape: Sequence[int], n: int, block: int, *, is_integer: bool) -> ProductOfBlocksHopperTiling:
-        """The heuristic: tiles as large as registers and shared memory allow.
+    def for_shape(cls, shape: Sequence[int], n: int, block: int, *, is_integer: bool) -> HopperTiling:
+        """The heuristic for 8-bit numbers: tiles as large as registers and shared memory allow.
 
         Registers hold the sum of a tile. Unless one unit sums all, they hold the sum of a step, too.
 
@@ -140,7 +94,7 @@ class ProductOfBlocksHopperTiling(Tiling):
         """
         _, m, k = shape
         if block < k:
-            return cls(64, 128, 128, 5)
+            return cls(64, 128, block, 5 if block <= HOPPER_ROW_BYTES else 2)
         if not is_integer:
             return cls(64, 128, 256, 3)
         return cls(128, 128, 128, 4) if m * n >= _LARGE_HOPPER_PRODUCT else cls(64, 128, 128, 6)
@@ -181,13 +135,15 @@ _INT8_DTYPES, _FLOAT8_DTYPES = {"int8"}, {"float8_e4m3fn", "float8_e5m2"}
 _LONGEST_INT8_BLOCK = (2**31 - 1) // 2**14
 #: Blocks that a step of a TPU holds whole.
 _MIN_TPU_PRODUCT_BLOCK, _MAX_TPU_PRODUCT_BLOCK = 8, 512
-#: Hopper and Ada have units for float8; the compiler knows no e4m3 for older GPUs.
-_INT8_CAPABILITY, _FLOAT8_CAPABILITY = 8.0, 8.9
 #: The capabilities of Hopper and Blackwell, and sizes that Hopper's kernel copies: rows of each operand, and numbers.
-_HOPPER_CAPABILITY, _BLACKWELL_CAPABILITY = 9.0, 10.0
+HOPPER_CAPABILITY, BLACKWELL_CAPABILITY = 9.0, 10.0
 _HOPPER_UNITS = {"m": 8, "n": 64, "k": 128}
+#: Lengths of its blocks, which are the steps of the sum.
+_HOPPER_BLOCKS = (32, 64, 128, 256)
 #: Fewer rows leave most of a tile empty.
 _MIN_HOPPER_ROWS = 128
+#: Bytes that the body writes and reads for each block of an element of the product.
+_BODY_BYTES = 8
 
 
 def _refuse_product_of_blocks(x: Any, w: Any, *scales: Any, block: int, dtype: str, **_: Any) -> str | None:
@@ -201,27 +157,17 @@ def _refuse_product_of_blocks(x: Any, w: Any, *scales: Any, block: int, dtype: s
     return None
 
 
-def _refuse_gpu_product_of_blocks(x: Any, w: Any, *scales: Any, **static: Any) -> str | None:
-    large = refuse_large(x=x.size, w=w.size, y=x.shape[0] * x.shape[1] * w.shape[1])
-    return large or _refuse_product_of_blocks(x, w, *scales, **static)
-
-
-def _refuse_hopper_product_of_blocks(
-    x: Any, w: Any, *scales: Any, names: tuple[str, ...], block: int, **static: Any
-) -> str | None:
+def _refuse_hopper_product_of_blocks(x: Any, w: Any, *scales: Any, block: int, **static: Any) -> str | None:
     sizes = {"m": x.shape[1], "n": w.shape[1], "k": x.shape[2]}
     for name, unit in _HOPPER_UNITS.items():
-        if sizes[name] % unit:
+        if sizes[name] % unit and (name != "k" or block >= sizes["k"]):
             return f"{name}={sizes[name]} is no multiple of {unit}"
     if x.dtype != w.dtype:
         return f"the operands have elements of {x.dtype.name} and {w.dtype.name}"
-    if any(name.endswith("zero") for name in names):
-        return "there are zero points"
-    if block not in (_HOPPER_UNITS["k"], sizes["k"]):
-        return f"the blocks of {block} are neither of {_HOPPER_UNITS['k']} nor one of {sizes['k']}"
-    if find_spec("absl") is None:
-        return "JAX's Mosaic GPU needs absl: pip install absl-py"
-    return _refuse_gpu_product_of_blocks(x, w, *scales, block=block, **static)
+    if block < sizes["k"] and (block not in _HOPPER_BLOCKS or sizes["k"] % block):
+        return f"k={sizes['k']} is not divided into blocks of {block}; a kernel takes {_HOPPER_BLOCKS}"
+    large = refuse_large(x=x.size, w=w.size, y=x.shape[0] * sizes["m"] * sizes["n"])
+    return refuse_mosaic_gpu() or large or _refuse_product_of_blocks(x, w, *scales, block=block, **static)
 
 
 def _refuse_tpu_product_of_blocks(x: Any, w: Any, *scales: Any, block: int, **static: Any) -> str | None:
@@ -233,17 +179,13 @@ def _refuse_tpu_product_of_blocks(x: Any, w: Any, *scales: Any, block: int, **st
 TPU_KERNEL = Kernel(
     kernel_function("products.product_of_blocks_tpu", "tpu_product_of_blocks"), _refuse_tpu_product_of_blocks
 )
+#: The body writes the sums after each block, so the kernel pays if these have more bytes than the right operand.
 HOPPER_KERNEL = Kernel(
     kernel_function("products.product_of_blocks_hopper", "hopper_product_of_blocks"),
     _refuse_hopper_product_of_blocks,
-    profitable=lambda x, *_, **__: x.shape[1] >= _MIN_HOPPER_ROWS,
-    capability=lambda *_, **__: _HOPPER_CAPABILITY,
-    below=_BLACKWELL_CAPABILITY,
-)
-#: XLA's product is faster than the kernel of all GPUs if no scale changes along the sum.
-GPU_KERNEL = Kernel(
-    kernel_function("products.product_of_blocks_gpu", "gpu_product_of_blocks"),
-    _refuse_gpu_product_of_blocks,
-    profitable=lambda x, *_, block, **__: block < x.shape[2],
-    capability=lambda x, *_, **__: _FLOAT8_CAPABILITY if x.dtype.name in _FLOAT8_DTYPES else _INT8_CAPABILITY,
+    profitable=lambda x, *_, block, **__: (
+        x.shape[1] >= (_MIN_HOPPER_ROWS if block >= x.shape[2] else -(-block // _BODY_BYTES))
+    ),
+    capability=lambda *_, **__: HOPPER_CAPABILITY,
+    below=BLACKWELL_CAPABILITY,
 )

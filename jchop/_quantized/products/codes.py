@@ -456,7 +456,7 @@ product_of_blocks_op = make_op(
     "jchop_product_of_blocks",
     _multiply_blocks_body,
     tpu=product_of_blocks.TPU_KERNEL,
-    gpu=(product_of_blocks.HOPPER_KERNEL, product_of_blocks.GPU_KERNEL),
+    gpu=product_of_blocks.HOPPER_KERNEL,
 )
 
 

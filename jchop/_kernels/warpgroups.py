@@ -1,0 +1,200 @@
+"""Kernels of one warpgroup on NVIDIA GPUs (Mosaic GPU): its tiles in registers, and the call.
+
+Interpreted kernels run as those of TPUs do, on any device and version of JAX: the same functions on whole arrays.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu
+
+from jchop._kernels.pallas import ArrayType, result_types
+from jchop._kernels.tiles import WARP_LANES, WARPS
+
+plgpu: Any = mosaic_gpu  # some of its names are not exported to type checkers
+
+#: JAX before 0.12 takes an index beside the reference, and stores without a function for it.
+LOAD_INDEX = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
+_HAS_STORE = hasattr(plgpu, "store")
+
+
+@dataclass(frozen=True)
+class RegisterTile:
+    """A tile (rows, words, numbers) in the registers of a warpgroup, a word in those of one thread.
+
+    Args:
+        shape: of the tile.
+        lanes: the threads of a warp along the words; the others, and the warps, are along the rows.
+        interpret: whether the kernel is interpreted.
+        across: whether the warps are along the words. Then no warp needs the numbers of another for a sum of rows.
+    """
+
+    shape: tuple[int, int, int]
+    lanes: int
+    interpret: bool
+    across: bool = False
+
+    @property
+    def layout(self) -> Any:
+        numbers, lanes = self.shape[2], self.lanes
+        if lanes == WARP_LANES:
+            return _layout(((WARPS, lanes, numbers),), -3, (-2,))
+        down = WARP_LANES // lanes
+        if self.across:
+            return _layout(((down, WARPS * lanes, numbers), (down, lanes, numbers)), -5, (-3, -2))
+        tiles = (WARPS * down, lanes, numbers), (down, lanes, numbers)
+        return _layout(tiles, -6, (-3, -2) if lanes > 1 else (-3,))
+
+    def load(self, ref: Any) -> Array:
+        """The tile at a reference in global memory."""
+        return ref[...] if self.interpret else plgpu.load(ref, *LOAD_INDEX, layout=self.layout, optimized=False)
+
+    def store(self, ref: Any, values: Array) -> None:
+        """Writes a tile, or its reduction, to global memory."""
+        _store(ref, values, self.interpret)
+
+    def full(self, value: float) -> Array:
+        """One number everywhere, float32."""
+        x = jnp.full(self.shape, value, jnp.float32)
+        return x if self.interpret else plgpu.layout_cast(x, self.layout)
+
+    def load_along(self, ref: Any, *axes: int) -> Array:
+        """Numbers along some axes of the tile, repeated along the others."""
+        if self.interpret:
+            return lax.broadcast_in_dim(ref[...], self.shape, axes)
+        layout = self.layout.reduce(tuple(axis for axis in range(3) if axis not in axes))
+        numbers = plgpu.load(ref, *LOAD_INDEX, layout=layout, optimized=False)
+        return plgpu.layout_cast(lax.broadcast_in_dim(numbers, self.shape, axes), self.layout)
+
+    def load_interleaved(self, ref: Any, parts: int) -> list[Array]:
+        """Some parts whose numbers are in turn, (words, numbers * parts), repeated along rows, float32.
+
+        The sums and selections have one term that is not a constant zero, so the compiler leaves nothing of them.
+        """
+        if parts == 1:
+            return [self.load_along(ref, 1, 2).astype(jnp.float32)]
+        wide = replace(self, shape=(*self.shape[:2], self.shape[2] * parts))
+        numbers = wide.load_along(ref, 1, 2)
+        bits = lax.bitcast_convert_type(numbers, f"uint{8 * numbers.dtype.itemsize}").astype(jnp.int32)
+        bits = bits << (32 - 8 * numbers.dtype.itemsize)  # of bfloat16: those of float32
+        columns, own, out = wide.iota(2), self.iota(2), [self.full(0.0).astype(jnp.int32)] * parts
+        for index in range(wide.shape[2]):
+            number, part = divmod(index, parts)
+            one = lax.broadcast_in_dim(jnp.sum(jnp.where(columns == index, bits, 0), axis=2), self.shape, (0, 1))
+            one = one if self.interpret else plgpu.layout_cast(one, self.layout)
+            out[part] = jnp.where(own == number, one, out[part])
+        return [lax.bitcast_convert_type(x, jnp.float32) for x in out]
+
+    def iota(self, axis: int) -> Array:
+        """The index of each number along an axis, int32."""
+        if self.interpret:
+            return lax.broadcasted_iota(jnp.int32, self.shape, axis)
+        return plgpu.broadcasted_iota(jnp.int32, self.shape, axis, layout=self.layout)
+
+    def maximum(self, x: Array, axis: tuple[int, ...], keepdims: bool = False) -> Array:
+        """`jax.numpy.max` of a tile; with `keepdims`, the result repeated along the axes."""
+        out = x
+        for each in reversed(axis):
+            out = jnp.max(out, axis=each)
+        if not keepdims:
+            return out
+        out = lax.broadcast_in_dim(out, x.shape, tuple(each for each in range(x.ndim) if each not in axis))
+        return out if self.interpret else plgpu.layout_cast(out, self.layout)
+
+
+@dataclass(frozen=True)
+class RegisterMatrix:
+    """A tile of a matrix in the registers of a warpgroup, as matrix units lay their results.
+
+    Args:
+        shape: of the tile, multiples of 64 and of 8.
+        interpret: whether the kernel is interpreted.
+    """
+
+    shape: tuple[int, int]
+    interpret: bool
+
+    def full(self, value: float) -> Array:
+        """One number everywhere, float32."""
+        x = jnp.full(self.shape, value, jnp.float32)
+        return x if self.interpret else plgpu.layout_cast(x, plgpu.Layout.WGMMA)
+
+    def load_along(self, ref: Any, axis: int) -> Array:
+        """A row of numbers along an axis of the tile, repeated along the other."""
+        if self.interpret:
+            return lax.broadcast_in_dim(ref[...], self.shape, (axis,))
+        row = plgpu.load(ref, *LOAD_INDEX, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
+        return plgpu.layout_cast(lax.broadcast_in_dim(row, self.shape, (axis,)), plgpu.Layout.WGMMA)
+
+    def store(self, ref: Any, values: Array) -> None:
+        """Writes a tile to global memory."""
+        _store(ref, values, self.interpret)
+
+    def iota(self, axis: int) -> Array:
+        """The index of each number along an axis, int32."""
+        if self.interpret:
+            return lax.broadcasted_iota(jnp.int32, self.shape, axis)
+        return plgpu.broadcasted_iota(jnp.int32, self.shape, axis, layout=plgpu.Layout.WGMMA)
+
+
+def _store(ref: Any, values: Array, interpret: bool) -> None:
+    if interpret or not _HAS_STORE:
+        ref[...] = values
+    else:
+        plgpu.store(ref, values, optimized=False)
+
+
+def _layout(tiles: tuple[tuple[int, ...], ...], warps: int, lanes: tuple[int, ...]) -> Any:
+    return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(warps,), lane_dims=lanes, vector_dim=-1)
+
+
+def call_on_warpgroups(
+    kernel: Callable[..., None],
+    programs: int,
+    arrays: Sequence[Array],
+    outputs: Sequence[ArrayType],
+    *,
+    name: str,
+    interpret: Any = False,
+) -> tuple[Array, ...]:
+    """The results of a kernel that runs as some programs of one warpgroup, which address arrays themselves.
+
+    Args:
+        kernel: a function of the number of the program, and of references of the arrays and the outputs.
+        programs: the number of programs.
+        arrays: the arrays.
+        outputs: shapes and dtypes of the results.
+        name: of the kernel, which a profiler shows.
+        interpret: True runs it on any device; parameters of Pallas run it as on a GPU.
+    """
+    types = result_types(arrays, outputs)
+    with jax.enable_x64(False):  # otherwise some Python numbers would become 64-bit numbers
+        if interpret is True:
+            return pl.pallas_call(
+                lambda *refs: kernel(pl.program_id(0), *refs),
+                out_shape=types,
+                grid=(programs,),
+                interpret=True,
+                name=name,
+            )(*arrays)
+
+        def program(*refs: Any) -> None:
+            kernel(lax.axis_index("program"), *refs)
+
+        program.__name__ = name
+        return plgpu.kernel(
+            program,
+            out_type=types,
+            grid=(programs,),
+            grid_names=("program",),
+            compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+            interpret=interpret or None,
+        )(*arrays)
