@@ -334,20 +334,21 @@ def quantize_body(
     """
     plan = plan_to_encode(x, plan, backend)
     groups = _groups_of_plan(x.shape, plan)
+    words = partial(_words_of_groups, x, arrays[given:], groups, place)
     if given:
         group_scales = _load_groups(arrays[:given], groups, plan)
     else:
-        words = partial(_words_of_groups, x, arrays, groups, place)
         group_scales = _fit_groups(x, _view_of_groups(x, groups, plan), groups, plan, words, stores=True)
     scale_arrays = flatten_scales(*group_scales.store())
     if as_dtype is None:
         return scale_arrays
 
     def run(plan: ScaledPlan) -> Array:
-        view, word = _view_of_groups(x, groups, plan), _words_of_groups(x, arrays[given:], groups, place)
         codes = group_scales.codes
         if codes is None:
-            codes = encode_groups(view, group_scales.scales, plan, word, group_scales.zero)
+            codes = encode_groups(
+                _view_of_groups(x, groups, plan), group_scales.scales, plan, words(), group_scales.zero
+            )
         return lax.bitcast_convert_type(_pack_view(codes, groups, plan.fmt.bits), as_dtype)
 
     return branch_on_range(run, x, group_scales.scales, plan, group_scales.zero), *scale_arrays

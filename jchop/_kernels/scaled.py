@@ -163,7 +163,7 @@ def refuse_blocks(
         return reason
     elif ScaledGpuTiling.for_shape(problem, quantizes) is None:
         return f"no tile of a warpgroup has whole groups of {min(block, problem.size)} numbers of shape {x.shape}"
-    if not quantizes:
+    if not quantizes:  # of other scales the exact quotients of GPUs take longer than XLA's
         return None if platform == "tpu" or plan.is_power else f"{plan.fmt} has scales that are no powers of two"
     if given or as_dtype is None:
         return "kernels fit scales and make codes, both"
@@ -256,7 +256,6 @@ round_scaled_op = make_op(
     "jchop_round_scaled",
     round_body,
     tpu=_kernel_on("tpu", quantizes=False),
-    # Of other scales the kernel's exact quotients take longer than XLA's (`docs/measurements/gpu.md`).
     gpu=_kernel_on("gpu", quantizes=False),
     like_first=True,
     by_backend=True,

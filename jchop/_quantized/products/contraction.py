@@ -35,7 +35,7 @@ from jchop._quantized.products.operand_layout import (
     rounds_transpose_alike,
 )
 from jchop._quantized.products.product import AnyProduct, ConvProduct, DotProduct, OperandSwap, RaggedProduct, Which
-from jchop._quantized.products.rule import NO_LOCATION, Location, is_stochastic
+from jchop._quantized.products.rule import NO_LOCATION, Location, any_draw
 from jchop._round.arguments import JCHOP_SCOPE, mark_results
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec
@@ -80,10 +80,7 @@ class ProductRoundings:
     @property
     def stochastic(self) -> bool:
         """Whether a product needs a key."""
-        draws = (self.matmul is not None and self.matmul.stochastic) or (
-            self.rotation is not None and self.rotation.draws
-        )
-        return draws or any(map(is_stochastic, self.specs))
+        return any_draw(self.specs, self.matmul, self.rotation)
 
     @property
     def keeps_left(self) -> bool:

@@ -297,10 +297,7 @@ class Rule(FieldsRepr):
     @property
     def stochastic(self) -> bool:
         """Whether any rounding draws random bits."""
-        draws = (self.matmul is not None and self.matmul.stochastic) or (
-            self.rotation is not None and self.rotation.draws
-        )
-        return draws or any(is_stochastic(getattr(self, name)) for name in SPEC_FIELDS)
+        return any_draw((getattr(self, name) for name in SPEC_FIELDS), self.matmul, self.rotation)
 
     def __str__(self) -> str:
         fields = []
@@ -361,6 +358,12 @@ def is_stochastic(spec: Spec | None) -> bool:
         return False
     backward = spec.gradient.round
     return spec.rounding.stochastic or (backward is not None and backward.rounding.stochastic)
+
+
+def any_draw(specs: Iterable[Spec | None], matmul: MatmulSpec | None, rotation: Hadamard | None) -> bool:
+    """Whether any part of a product draws random bits."""
+    of_sums, of_signs = matmul is not None and matmul.stochastic, rotation is not None and rotation.draws
+    return of_sums or of_signs or any(map(is_stochastic, specs))
 
 
 def check_cache_spec(name: str, spec: Spec) -> None:
