@@ -1,7 +1,7 @@
 """Scaled blocks on NVIDIA GPUs (Mosaic GPU): one pass that reduces, scales, rounds, encodes and packs.
 
 A warpgroup takes some whole blocks. The last tile begins where it ends with the array, so no tile has elements outside;
-those of two tiles are written twice, equally. Codes are stored as bytes, because a chip may lack the dtype.
+elements of two tiles are written twice, equally. Codes are stored as bytes, because a chip may lack the dtype.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ class ScaledGpuTiling(Tiling):
     """Tiles of the GPU kernels: rows of words of consecutive numbers, for one warpgroup of 128 threads.
 
     If the blocks are along the last axis, a row is a block, or a part of the one long block of a tile. Otherwise the
-    rows are those of one block, and a word has numbers of neighbouring blocks.
+    rows are the rows of one block, and a word has numbers of neighbouring blocks.
 
     Args:
         rows: rows of a tile.
@@ -171,7 +171,7 @@ class ScaledGpuTiling(Tiling):
 
     MULTIPLES: ClassVar = {"rows": 1, "words": 1}
     POWERS: ClassVar = {"numbers": 2, "lanes": 1}
-    #: The most numbers of a thread, which are in registers, and those that give enough loads.
+    #: The most numbers of a thread, which are in registers, and the number that gives enough loads.
     _MOST, _ENOUGH = 48, 16
     #: The most numbers of a word if a block is divided among warps, which exchange their maxima.
     _LONGEST_WORD_ACROSS = 4

@@ -1,6 +1,6 @@
 """Kernels of one warpgroup on NVIDIA GPUs (Mosaic GPU): its tiles in registers, and the call.
 
-Interpreted kernels run as those of TPUs do, on any device and version of JAX: the same functions on whole arrays.
+Interpreted kernels run as kernels of TPUs do, on any device and version of JAX: the same functions on whole arrays.
 """
 
 from __future__ import annotations
@@ -22,13 +22,56 @@ from jchop._kernels.tiles import WARP_LANES, WARPS
 plgpu: Any = mosaic_gpu  # some of its names are not exported to type checkers
 
 #: JAX before 0.12 takes an index beside the reference, and stores without a function for it.
-LOAD_INDEX = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
+_LOAD_INDEX = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
 _HAS_STORE = hasattr(plgpu, "store")
 
 
+class _Registers:
+    """A tile in the registers of a warpgroup.
+
+    Args:
+        shape: of the tile.
+        interpret: whether the kernel is interpreted.
+        layout: the registers of its numbers.
+    """
+
+    shape: Any
+    interpret: bool
+
+    @property
+    def layout(self) -> Any:
+        raise NotImplementedError
+
+    def store(self, ref: Any, values: Array) -> None:
+        """Writes a tile, or its reduction, to global memory."""
+        if self.interpret or not _HAS_STORE:
+            ref[...] = values
+        else:
+            plgpu.store(ref, values, optimized=False)
+
+    def full(self, value: float) -> Array:
+        """One number everywhere, float32."""
+        x = jnp.full(self.shape, value, jnp.float32)
+        return x if self.interpret else plgpu.layout_cast(x, self.layout)
+
+    def load_along(self, ref: Any, *axes: int) -> Array:
+        """Numbers along some axes of the tile, repeated along the others."""
+        if self.interpret:
+            return lax.broadcast_in_dim(ref[...], self.shape, axes)
+        layout = self.layout.reduce(tuple(axis for axis in range(len(self.shape)) if axis not in axes))
+        numbers = plgpu.load(ref, *_LOAD_INDEX, layout=layout, optimized=False)
+        return plgpu.layout_cast(lax.broadcast_in_dim(numbers, self.shape, axes), self.layout)
+
+    def iota(self, axis: int) -> Array:
+        """The index of each number along an axis, int32."""
+        if self.interpret:
+            return lax.broadcasted_iota(jnp.int32, self.shape, axis)
+        return plgpu.broadcasted_iota(jnp.int32, self.shape, axis, layout=self.layout)
+
+
 @dataclass(frozen=True)
-class RegisterTile:
-    """A tile (rows, words, numbers) in the registers of a warpgroup, a word in those of one thread.
+class RegisterTile(_Registers):
+    """A tile (rows, words, numbers) in the registers of a warpgroup, a word in the registers of one thread.
 
     Args:
         shape: of the tile.
@@ -55,24 +98,7 @@ class RegisterTile:
 
     def load(self, ref: Any) -> Array:
         """The tile at a reference in global memory."""
-        return ref[...] if self.interpret else plgpu.load(ref, *LOAD_INDEX, layout=self.layout, optimized=False)
-
-    def store(self, ref: Any, values: Array) -> None:
-        """Writes a tile, or its reduction, to global memory."""
-        _store(ref, values, self.interpret)
-
-    def full(self, value: float) -> Array:
-        """One number everywhere, float32."""
-        x = jnp.full(self.shape, value, jnp.float32)
-        return x if self.interpret else plgpu.layout_cast(x, self.layout)
-
-    def load_along(self, ref: Any, *axes: int) -> Array:
-        """Numbers along some axes of the tile, repeated along the others."""
-        if self.interpret:
-            return lax.broadcast_in_dim(ref[...], self.shape, axes)
-        layout = self.layout.reduce(tuple(axis for axis in range(3) if axis not in axes))
-        numbers = plgpu.load(ref, *LOAD_INDEX, layout=layout, optimized=False)
-        return plgpu.layout_cast(lax.broadcast_in_dim(numbers, self.shape, axes), self.layout)
+        return ref[...] if self.interpret else plgpu.load(ref, *_LOAD_INDEX, layout=self.layout, optimized=False)
 
     def load_interleaved(self, ref: Any, parts: int) -> list[Array]:
         """Some parts whose numbers are in turn, (words, numbers * parts), repeated along rows, float32.
@@ -84,7 +110,7 @@ class RegisterTile:
         wide = replace(self, shape=(*self.shape[:2], self.shape[2] * parts))
         numbers = wide.load_along(ref, 1, 2)
         bits = lax.bitcast_convert_type(numbers, f"uint{8 * numbers.dtype.itemsize}").astype(jnp.int32)
-        bits = bits << (32 - 8 * numbers.dtype.itemsize)  # of bfloat16: those of float32
+        bits = bits << (32 - 8 * numbers.dtype.itemsize)  # of bfloat16: the bits of float32
         columns, own, out = wide.iota(2), self.iota(2), [self.full(0.0).astype(jnp.int32)] * parts
         for index in range(wide.shape[2]):
             number, part = divmod(index, parts)
@@ -92,12 +118,6 @@ class RegisterTile:
             one = one if self.interpret else plgpu.layout_cast(one, self.layout)
             out[part] = jnp.where(own == number, one, out[part])
         return [lax.bitcast_convert_type(x, jnp.float32) for x in out]
-
-    def iota(self, axis: int) -> Array:
-        """The index of each number along an axis, int32."""
-        if self.interpret:
-            return lax.broadcasted_iota(jnp.int32, self.shape, axis)
-        return plgpu.broadcasted_iota(jnp.int32, self.shape, axis, layout=self.layout)
 
     def maximum(self, x: Array, axis: tuple[int, ...], keepdims: bool = False) -> Array:
         """`jax.numpy.max` of a tile; with `keepdims`, the result repeated along the axes."""
@@ -111,7 +131,7 @@ class RegisterTile:
 
 
 @dataclass(frozen=True)
-class RegisterMatrix:
+class RegisterMatrix(_Registers):
     """A tile of a matrix in the registers of a warpgroup, as matrix units lay their results.
 
     Args:
@@ -122,34 +142,9 @@ class RegisterMatrix:
     shape: tuple[int, int]
     interpret: bool
 
-    def full(self, value: float) -> Array:
-        """One number everywhere, float32."""
-        x = jnp.full(self.shape, value, jnp.float32)
-        return x if self.interpret else plgpu.layout_cast(x, plgpu.Layout.WGMMA)
-
-    def load_along(self, ref: Any, axis: int) -> Array:
-        """A row of numbers along an axis of the tile, repeated along the other."""
-        if self.interpret:
-            return lax.broadcast_in_dim(ref[...], self.shape, (axis,))
-        row = plgpu.load(ref, *LOAD_INDEX, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
-        return plgpu.layout_cast(lax.broadcast_in_dim(row, self.shape, (axis,)), plgpu.Layout.WGMMA)
-
-    def store(self, ref: Any, values: Array) -> None:
-        """Writes a tile to global memory."""
-        _store(ref, values, self.interpret)
-
-    def iota(self, axis: int) -> Array:
-        """The index of each number along an axis, int32."""
-        if self.interpret:
-            return lax.broadcasted_iota(jnp.int32, self.shape, axis)
-        return plgpu.broadcasted_iota(jnp.int32, self.shape, axis, layout=plgpu.Layout.WGMMA)
-
-
-def _store(ref: Any, values: Array, interpret: bool) -> None:
-    if interpret or not _HAS_STORE:
-        ref[...] = values
-    else:
-        plgpu.store(ref, values, optimized=False)
+    @property
+    def layout(self) -> Any:
+        return plgpu.Layout.WGMMA
 
 
 def _layout(tiles: tuple[tuple[int, ...], ...], warps: int, lanes: tuple[int, ...]) -> Any:

@@ -2,7 +2,7 @@
 
 A warpgroup takes some columns and a stretch of the sum. Each thread loads words of codes in some rows of W, many at a
 time, decodes them in registers, and multiplies them one by one with each row of x. The last tile of columns ends with
-the matrix; what it shares with another one is written twice, equally.
+the matrix; a part that two tiles share is written twice, equally.
 """
 
 from __future__ import annotations

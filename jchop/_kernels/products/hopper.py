@@ -19,17 +19,17 @@ from jax.experimental import pallas as pl
 
 from jchop._kernels.products.product_of_blocks import HOPPER_ROW_BYTES, HopperTiling
 from jchop._kernels.tiles import next_multiple
-from jchop._kernels.warpgroups import LOAD_INDEX, plgpu
+from jchop._kernels.warpgroups import RegisterMatrix, plgpu
 
 #: Warpgroups that multiply, and the registers of a thread of the one that copies.
 COMPUTE_WARPGROUPS, _COPY_REGISTERS = 2, 40
-#: Rows of tiles that follow one another, so that caches hold what they share; and multiprocessors of an H100 or H200.
+#: Rows of tiles that follow one another, so that caches hold common operands; and multiprocessors of an H100 or H200.
 _SNAKE_WIDTH, _HOPPER_PROGRAMS = 8, 132
 
 
 @dataclass(frozen=True)
 class TilePart:
-    """Where a warpgroup is: its part of a tile of the product, and what it can load for it.
+    """Where a warpgroup is: its part of a tile of the product, and its loads.
 
     Args:
         warpgroup: its number.
@@ -56,7 +56,7 @@ class HopperProduct:
         dtype: of the result.
         tiling: the tiles.
         accumulator: the dtype of the units' sums.
-        sums_all: whether the units sum all products, not those of a step.
+        sums_all: whether the units sum all products, not the products of a step.
     """
 
     m: int
@@ -74,7 +74,7 @@ class HopperProduct:
         raise NotImplementedError
 
     def add(self, total: Any, sums: Array, step: Array, place: TilePart) -> Any:
-        """The sums after a step, from those of the units for its products."""
+        """The sums after a step, from the sums of the units for its products."""
         raise NotImplementedError
 
     def write(self, total: Any, place: TilePart, out: Any) -> None:
@@ -105,7 +105,7 @@ class HopperProduct:
         Args:
             x: (m, k).
             w: (n, k), likewise.
-            parts: by name what belongs to rows of `x` or `w`, (rows, steps) or (rows, 1); or to neither, other names.
+            parts: arrays by name, of the rows of `x` or `w`, (rows, steps) or (rows, 1); or of neither, by other names.
             whole_tiles: whether the result ends with a tile.
         """
         # (steps, rows): a copy for a step is a row; and whole tiles, since ordinary loads have no ends.
@@ -146,7 +146,7 @@ class HopperProduct:
             def _(loop: Any) -> None:
                 i, j = plgpu.planar_snake(loop.index[0], self.tiles, 0, _SNAKE_WIDTH)
                 corner = {"x": i * self.height, "w": j * self.tiling.columns}
-                # Of the two operands what a tile takes, and what a warpgroup takes of that.
+                # The rows of both operands for a tile, and of these the rows for a warpgroup.
                 of_tile = {"x": pl.ds(corner["x"], self.height), "w": pl.ds(corner["w"], self.tiling.columns)}
                 of_warpgroup = {"x": pl.ds(warpgroup * self.tiling.rows, self.tiling.rows), "w": slice(None)}
 
@@ -156,7 +156,8 @@ class HopperProduct:
                             return parts[name]
                         if (ref := step_parts.get(name)) is None:
                             ref = parts[name].at[:, of_tile[name[0]]]
-                        return self._load_along(ref.at[0, of_warpgroup[name[0]]], "xw".index(name[0]))
+                        registers = RegisterMatrix(self.shape, False)
+                        return registers.load_along(ref.at[0, of_warpgroup[name[0]]], "xw".index(name[0]))
 
                     row = corner["x"] + warpgroup * self.tiling.rows
                     return TilePart(warpgroup, row, corner["w"], load, *staging)
@@ -214,10 +215,6 @@ class HopperProduct:
             max_concurrent_steps=tiling.stages,
             compute_context=context,
         )
-
-    def _load_along(self, ref: Any, axis: int) -> Array:
-        layout = plgpu.Layout.WGMMA.reduce(1 - axis)
-        return lax.broadcast_in_dim(plgpu.load(ref, *LOAD_INDEX, layout=layout, optimized=False), self.shape, (axis,))
 
 
 def shared_memory_transforms(row: int, dtype: Any) -> tuple[Any, ...]:

@@ -48,7 +48,7 @@ class MatmulTpuTiling(Tiling):
         block_m: rows of an output tile, a multiple of `rows`.
         block_n: its columns, a multiple of 128.
         block_k: length of the part of the inner dimension on chip at a time, a multiple of 128.
-        rows: rows of the chunk of a tile that stays in registers through those steps, a multiple of 8.
+        rows: rows of the chunk of a tile that stays in registers through these steps, a multiple of 8.
     """
 
     block_m: int
@@ -67,7 +67,7 @@ class MatmulTpuTiling(Tiling):
         """The heuristic.
 
         A step of an elementwise order takes tens to hundreds of vector operations for each element, so arithmetic
-        limits it for every tile; a wide chunk shares the broadcast of its column of `a`. For a matrix unit, nearly
+        limits it for every tile. A wide chunk shares the broadcast of its column of `a`. For a matrix unit, nearly
         square tiles are best.
         """
         units = spec.order.kind == "matrix_unit"
@@ -107,14 +107,14 @@ class MatmulGpuTiling(Tiling):
 
     @classmethod
     def for_order(cls, order: Any) -> MatmulGpuTiling:
-        """The heuristic: a thread has 8 sums, or 4 if it also keeps those of each level, or all terms of a block."""
+        """The heuristic: a thread has 8 sums, or 4 if it also keeps the sums of each level, or all terms of a block."""
         return cls(8, 4) if order.kind == "pairwise" or order.aligned else cls(16, 4)
 
 
 def hopper_dot_tiling(plan: MatmulPlan) -> HopperTiling | None:
-    """Tiles of the kernel of ``matrix_unit``: a step is a block, filled up to what the units take; None if none fits.
+    """Tiles of the kernel of ``matrix_unit``: a step is a block, filled up to a step of the units; None if none fits.
 
-    The accumulator and the temporaries of a step must stay in registers, also those of sums that may need integers.
+    The accumulator and the temporaries of a step must stay in registers, also if sums may need integers.
     """
     if (dtype := HOPPER_OPERANDS.get(dot_operand(plan))) is None:
         return None
@@ -140,14 +140,14 @@ _NARROW_OPERANDS = {
     "float16": ValueRange(-24, 11, 16),
     "tf32": ValueRange(-136, 11, 128),
 }
-#: The dtype of such operands on the matrix units of Hopper, which take float32 as tf32.
+#: The dtype of these operands on the matrix units of Hopper, which take float32 as tf32.
 HOPPER_OPERANDS = {"bfloat16": "bfloat16", "float16": "float16", "tf32": "float32"}
 
 
 def dot_operand(plan: MatmulPlan, types: tuple[str, ...] = tuple(_NARROW_OPERANDS)) -> str:
     """The narrowest type of operand (a dtype, or ``"tf32"``) that holds every operand, else the carrier's name.
 
-    Products of such operands are exact in float32, and a matrix unit sums them in float32. That is the carrier's dot,
+    Products of these operands are exact in float32, and a matrix unit sums them in float32. That is the carrier's dot,
     much faster than with operands of 24 bits.
     """
     if plan.carrier.name == "float32":
@@ -194,7 +194,7 @@ def add_aligned_block(
     Args:
         sums: c, and the total if the order promotes.
         lhs: significand and exponent of the left factor of each product.
-        rhs: those of the right factors.
+        rhs: likewise, of the right factor.
         plan: the arithmetic.
         draw: the random words of the tile, if it draws.
         block: int32 scalar.

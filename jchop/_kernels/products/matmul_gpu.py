@@ -2,7 +2,7 @@
 
 A warpgroup computes one tile of the result: it runs through the whole inner dimension with the accumulator in
 registers. So memory traffic is the loads of operands, mostly from caches, and one store of the result. The last tile
-ends with the matrix; what it shares with another one is written twice, equally.
+ends with the matrix; a part that two tiles share is written twice, equally.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def hopper_product_of_blocks(
         w: (batch, n, k), of the same dtype.
         parts: of each operand the scales and the zero points, (batch, rows, blocks), or (batch, rows, 1) if they are
             one along the sum.
-        names: what they are, of "x_scale", "w_scale", "x_zero", "w_zero".
+        names: their names, of "x_scale", "w_scale", "x_zero", "w_zero".
         block: the length of a block: 32, 64, 128 or 256, or at least k.
         dtype: of the result.
         apart: used by the body only.
@@ -80,7 +80,7 @@ def hopper_product_of_blocks(
 class _BlocksTile(HopperProduct):
     NAME: ClassVar = "product_of_blocks"
 
-    #: Names of the parts that are one along the sum, and of those of blocks.
+    #: Names of the parts that are one along the sum, and of the parts of blocks.
     once: tuple[str, ...] = ()
     of_blocks: tuple[str, ...] = ()
 

@@ -100,7 +100,7 @@ class ParamUse:
 
 @dataclass(frozen=True)
 class DeclaredCall:
-    """A call by its name, such as of a kernel, whose sums a rule declares. Its derivatives are its own.
+    """A call by its name, of a kernel or function, whose sums a rule declares. Its derivatives are its own.
 
     Args:
         name: of the function or kernel.
