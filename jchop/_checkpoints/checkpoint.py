@@ -201,7 +201,7 @@ def open_checkpoint(path: Path | EncodedCheckpoint, layout: str) -> Iterator[Che
 
 
 class _GGUFCheckpoint(Checkpoint):
-    """A GGUF file."""
+    """A checkpoint in one GGUF file."""
 
     def __init__(self, path: Path, file: GGUFFile) -> None:
         self.path, self._file, self.layout = path, file, GGUF_LAYOUT
@@ -230,7 +230,7 @@ class _GGUFCheckpoint(Checkpoint):
 
 
 class _SafetensorsCheckpoint(Checkpoint):
-    """Safetensors files."""
+    """A checkpoint in safetensors files, with their config.json."""
 
     def __init__(self, path: Path, source: TensorSource, layout: str) -> None:
         self.path, self._source, self.config = path, source, source.config

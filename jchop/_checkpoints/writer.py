@@ -59,7 +59,7 @@ ByteProgress = Callable[[str, int, int], None]
 
 
 def no_progress(name: str, count: int, total: int) -> None:
-    """Says nothing."""
+    """A report of progress that says nothing."""
 
 
 @dataclass(frozen=True)

@@ -399,7 +399,7 @@ class QArray:
         return dense, mask, fmt.axis_of_sparse % self.ndim, fmt.sparse[1]
 
     def _entries(self) -> Any:
-        """The codes, one entry for each element, in the shape of the array."""
+        """The codes, one entry for each element, in the shape of the array; an array without axes has one entry."""
         count = 1 if self.length is None else self.length
         return _codes.unpack_entries(self.qvalue, self.spec.element, count).reshape(self.shape)
 

@@ -247,7 +247,7 @@ def load_lora(
     matrices = {path: layout for path, layout in layouts.items() if isinstance(layout, MatrixLayout)}
     paths = {name: own for own in matrices for name in whole.names(own)}
     adapters = {}
-    for name, (a, b, rule) in read_adapters(path, paths, lambda name: matrices[paths[name]].matrices[1:]).items():
+    for name, (a, b, rule) in read_adapters(path, paths, lambda name: matrices[paths[name]].matrix_shape[1:]).items():
         own = paths[name]
         (value, _, placement), layout = whole.targets[own], matrices[own]
         check(value.ndim == len(layout.shape), f"{path}: {own!r} is a stack, which a file of PEFT has not")

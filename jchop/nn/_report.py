@@ -41,7 +41,7 @@ WideParam = tuple[str, tuple[int, ...], str]
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One layer.
+    """A row of a report: one layer of a model.
 
     Args:
         path: its path in the model.

@@ -351,7 +351,7 @@ def _round_tree(quantizer: nn.Module, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """One parameter.
+    """A row of a report: one parameter of a module.
 
     Args:
         path: its path in the module.

@@ -141,19 +141,19 @@ class _ConvSums(MatrixSums):
         return y.reshape(self.shape(a, b))
 
     def left(self, rows: Array) -> Array:
-        """Of an image."""
+        """One number for each image, as (n, 1, ..., 1), which broadcasts to the result."""
         return rows.reshape(rows.shape[0], -1)[:, 0].reshape(-1, *(1,) * (len(self.places) + 2))
 
     def right(self, rows: Array) -> Array:
-        """Of a row of the kernel."""
+        """A number for each row of the kernel, the same at all places, as (groups, rows)."""
         return rows.reshape(-1, *rows.shape[-2:])[0]
 
     def left_sum(self, a: Array) -> Array:
-        """Of a window: a product with ones."""
+        """The sum of each window of the image, int32, as a convolution with ones."""
         return self.integers(a, jnp.ones((*self.places, a.shape[-2], 1, a.shape[-1]), a.dtype))
 
     def right_sum(self, b: Array) -> Array:
-        """Of a row of the kernel, all of which lies in every window of an extended image."""
+        """The sum of each row of the kernel, int32, (groups, rows): every window of an extended image has all of it."""
         return jnp.sum(b, (*range(len(self.places)), b.ndim - 1), jnp.int32)
 
     def integers_on_cpu(self, a: Array, b: Array) -> Array:
@@ -161,7 +161,7 @@ class _ConvSums(MatrixSums):
         return self.panels(lambda a, b: self.wide(a, b, jnp.float32).astype(jnp.int32), a, b)
 
     def run(self, on_cpu: Callable[..., Array], native: Callable[..., Array], a: Array, b: Array) -> Array:
-        """On a GPU a product of matrices."""
+        """The sums on each platform; GPUs take a product of matrices."""
         return by_platform(partial(native, self._as_matrices), a, b, cpu=on_cpu, tpu=partial(native, self.dot))
 
     def _as_matrices(self, a: Array, b: Array, dtype: Any) -> Array:

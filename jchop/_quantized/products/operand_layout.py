@@ -226,7 +226,7 @@ class HadamardBlocks:
 
     @property
     def size(self) -> int:
-        """Its number of rows."""
+        """The number of rows of the matrix."""
         return self.blocks * self.block
 
     @property

@@ -117,7 +117,7 @@ def round_in_range(x: Array, spec: Spec, span: Array, key: Array | None = None) 
 
 
 def round_in_range_with_codes(x: Array, spec: Spec, span: Array, key: Array | None = None) -> tuple[Array, CodedArray]:
-    """As `round_in_range`, and the codes of the numbers."""
+    """The result of `round_in_range`, and the codes of its numbers."""
     numbers = lax.stop_gradient(x)
     return round_in_range(x, spec, span, key), expand_codes(_quantize_in_range(spec, numbers, span, key), numbers)
 
@@ -292,7 +292,7 @@ def _data_in_float64(x: Array, method: str) -> np.ndarray:
 
 @partial(always_jit, static_argnames="spec")
 def _least_error_range(x: Any, spec: Spec) -> Array:
-    """The share of the range of `x` under which rounding to nearest leaves the least square error."""
+    """The range (least, most) of `x` times the share that leaves the least square error, rounded to nearest: (2,)."""
     nearest = replace(spec, rounding=Rounding.NEAREST_EVEN) if spec.rounding.stochastic else spec
     span = _min_max_range(x).astype(jnp.float32)
 

@@ -170,6 +170,6 @@ def _lora_layout(step: ProductStep, side: int, use: ParamUse, shape: tuple[int, 
     contracting = tuple(sorted(use.view.contracting, key=lambda part: (part.axis, -part.inner)))
     view = MatrixView(use.view.free, contracting)
     layout = MatrixLayout.of(shape, stack_ndim(shape, view), view, 0)
-    if layout is None or math.prod(layout.matrices) != math.prod(step.eqn.invars[side].aval.shape):
+    if layout is None or math.prod(layout.matrix_shape) != math.prod(step.eqn.invars[side].aval.shape):
         return f"{where} takes a part of an axis"
     return layout

@@ -113,7 +113,7 @@ class DeclaredCall:
 
 @dataclass(frozen=True, kw_only=True)
 class ProductStep(step.ProgramStep):
-    """One equation.
+    """One equation, and the parameters that reach it.
 
     Args:
         uses: of parameters, for each operand.
@@ -142,7 +142,7 @@ class ProductStep(step.ProgramStep):
 
     @property
     def where(self) -> str:
-        """Its primitive and line."""
+        """The primitive and the line of the equation, for errors."""
         return f"{self.name} at {self.source or 'an unknown line'}"
 
     @property

@@ -399,15 +399,15 @@ def with_weight_rotation(
     """The roundings of a product whose weight may be stored rotated.
 
     Args:
-        program: the `QuantizedProgram`, with its placements.
+        program: the `QuantizedProgram`, with its rounded parameters.
         step: the product.
         roundings: its roundings; None if nothing is rounded.
 
     Raises:
         ValueError: if the product does not rotate its inputs as its weight is.
     """
-    placements, uses = program.placements, step.param_uses
-    rotations = {use.leaf: placements[use.leaf][0].rotation if use.leaf in placements else None for use in uses}
+    params, uses = program.rounded_params, step.param_uses
+    rotations = {use.leaf: params[use.leaf].layout.rotation if use.leaf in params else None for use in uses}
     if roundings is not None and (rotation := roundings.forward_rotation) is not None and step.product is not None:
         width = _sum_length(step)
         if rotation.size == "all" and width % 2:

@@ -40,7 +40,7 @@ PRODUCT_RULE_FIELDS = ("gradient", "input_gradient", "weight_gradient", "matmul"
 
 @dataclass(frozen=True)
 class NnxKind:
-    """One layer of Flax, and the places in it.
+    """A class of layers of Flax: its parameters, and the places where its arrays are rounded and multiplied.
 
     Args:
         parameters: its parameters, each with the field of a rule that it is rounded by.

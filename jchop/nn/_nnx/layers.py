@@ -182,7 +182,7 @@ class NnxLayerRule(NamedTuple):
 
 
 def nnx_layer_rules(model: nnx.Module, rules: Sequence[Rule]) -> list[NnxLayerRule]:
-    """As `layer_entries`, each with its rule."""
+    """The layers of `layer_entries`, each with its rule."""
     matches = []
     for entry, kind in layer_entries(model):
         operation = "" if kind is None else kind.operation

@@ -43,7 +43,7 @@ class ModuleEntry:
 
     @property
     def paths(self) -> list[str]:
-        """Its paths as text, the one of `flax.nnx.iter_modules` first."""
+        """The paths of the module as text, the one of `flax.nnx.iter_modules` first."""
         return [keys_as_path(keys) for keys in self.keys]
 
 

@@ -136,7 +136,7 @@ class ProgramScales(ScaleState):
 
     @property
     def scales(self) -> Scales:
-        """As arrays."""
+        """The kept scales as arrays, learned ones and statistics."""
         return Scales(
             *({name: v.get_value() for name, v in variables.items()} for variables in (self.learned, self.stats))
         )

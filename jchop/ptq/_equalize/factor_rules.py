@@ -98,7 +98,7 @@ class Channels:
     tied: frozenset[ChannelRun] = frozenset()
 
     def tie(self, runs: Iterable[ChannelRun]) -> Channels:
-        """With more runs tied.
+        """The channels with more runs tied.
 
         Raises:
             FoldError: if no channel would have a factor of its own.
@@ -247,7 +247,7 @@ _SUM_OF_PART, _MIXED_CHANNELS = "sums over a part of its channels", "does not ke
 
 
 def _only_way(way_of: Callable[[Port], Any]) -> Callable[[Port], FactorAssignments]:
-    """A primitive with one way for its factors."""
+    """A rule of a primitive that has one way for its factors, from the function that gives it."""
 
     def rule(port: Port) -> FactorAssignments:
         yield way_of(port)
@@ -256,12 +256,12 @@ def _only_way(way_of: Callable[[Port], Any]) -> Callable[[Port], FactorAssignmen
 
 
 def _one_label(index: int, label: FactorLabel, count: int = 2) -> list[FactorLabel | None]:
-    """One of some values has factors."""
+    """Labels of `count` values, of which the one at `index` has factors."""
     return [label if i == index else None for i in range(count)]
 
 
 def _loop_value_factors(port: Port) -> FactorAssignments:
-    """A value outside of a loop, and in all of its turns."""
+    """The labels of a value outside of a loop and of the same value in all of its turns."""
     (outer,), (inner,) = port.node.ins, port.node.outs
     loop_axis, length = len(outer.loops), inner.loops[-1]
     if not port.is_result:
