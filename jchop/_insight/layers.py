@@ -32,7 +32,7 @@ _ALL_LAYERS = "all"
 
 @dataclass(frozen=True)
 class SensitivityRow:
-    """One layer in one format.
+    """A row of a report: one layer in one format.
 
     Args:
         path: its path in the model; ``"all"`` for one rule of all layers.
@@ -170,7 +170,7 @@ ALLOCATION_SCORES = ("fisher", "loss")
 
 @dataclass(frozen=True)
 class TunedLayer:
-    """One layer.
+    """A row of a report: one layer and the format that was chosen for it.
 
     Args:
         path: its path in the model.

@@ -151,7 +151,7 @@ class _ScaledGpuTile:
     # -- results -------------------------------------------------------------------------------------------------------
     @property
     def word_bits(self) -> int:
-        """Of the codes of a word."""
+        """The bits of the codes of a word, together."""
         return self.problem.bits * self.tiling.numbers
 
     @property

@@ -50,7 +50,7 @@ class _Registers:
             plgpu.store(ref, values, optimized=False)
 
     def full(self, value: float) -> Array:
-        """One number everywhere, float32."""
+        """A tile of one number everywhere, float32."""
         x = jnp.full(self.shape, value, jnp.float32)
         return x if self.interpret else plgpu.layout_cast(x, self.layout)
 

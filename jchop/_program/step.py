@@ -73,7 +73,7 @@ CALLS = (*PLAIN_CALLS, *HIGH_CALLS, *REMAT_CALLS, *CUSTOM_CALLS, "shard_map")
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramStep:
-    """One equation and its treatment.
+    """A step of a plan: one equation and its treatment.
 
     Args:
         eqn: the equation.

@@ -363,12 +363,12 @@ def log_takum_thresholds(bits: int) -> np.ndarray:
 
 
 def sqrt_e_power(l: Fraction) -> int:  # noqa: E741
-    """floor(e^(l/2) 2^UNIT), or one less."""
+    """The power e^(l/2) as an integer, in units of 2^-POWER_BITS: rounded down, or one less."""
     return _fixed_point_power(l, POWER_BITS)
 
 
 def _log_takum_power(bits: int, code: int) -> tuple[int, int]:
-    """e^(l/2) of a positive code as an integer and its unit, 2^-unit."""
+    """The value e^(l/2) of a positive code, as an integer `power` and `unit`: power 2^-unit."""
     whole, part = takum_fields(f"{code:0{bits - 1}b}")
     return _fixed_point_power(Fraction(whole), POWER_BITS) * _fixed_point_power(
         part, _FRACTION_POWER_BITS

@@ -351,5 +351,5 @@ def divide_narrow(x: Array, y: Array, spec: Spec, carrier: Carrier, xr: ValueRan
 
 
 def _hardware_quotient(dividend: Array, divisor: Array) -> Array:
-    """The hardware's quotient."""
+    """The quotient as the hardware divides."""
     return dividend / divisor

@@ -305,7 +305,7 @@ def _exponent_of_sum(count: Array, exponent: Array, unit: TensorCoreUnit) -> Arr
 
 
 def _limbs_of_accumulator(negative: Array, count: Array, down: Array, bits: int, floor: bool) -> _Limbs:
-    """C in units of 2^(M - bits), `down` = M minus the exponent of c: toward zero, or downward."""
+    """The accumulator in units of 2^(M - bits), where `down` is M minus its exponent: cut toward zero, or downward."""
     up = max(bits - FLOAT32.fraction, 0)
     high, low = (count >> (_LIMB - up), count << up & _LIMB_MASK) if up else (jnp.zeros_like(count), count)
     if floor:
@@ -325,7 +325,7 @@ def _negate_limbs_if(negative: Array, high: Array, low: Array) -> _Limbs:
 def fused_add_limbs(
     c: Array, x: Sequence[LimbFactors], y: Sequence[LimbFactors], unit: TensorCoreUnit, word: Array | None
 ) -> Array:
-    """A(t(c) + the sum of t(x_i y_i)), elementwise.
+    """The sum of c and the products x_i y_i, elementwise: terms cut to one grid, summed exactly, rounded once.
 
     Args:
         c: float32 accumulators.
@@ -508,7 +508,7 @@ def _double_power(exponent: Array) -> Array:
 
 
 def fused_add_doubles(c: Array, x: Sequence[DoubleFactors], y: Sequence[DoubleFactors], unit: TensorCoreUnit) -> Array:
-    """As `fused_add_limbs`, with accumulators in float64."""
+    """The sum of c and the products x_i y_i, as of `fused_add_limbs`, with accumulators and sums in float64."""
     exponents = [a.exponent + b.exponent for a, b in zip(x, y, strict=True)]
     values = [a.value * b.value for a, b in zip(x, y, strict=True)]
     values, exponents = merge_terms(values, exponents, unit)

@@ -302,7 +302,10 @@ def _in_chunks(
 def _sequential_sum(
     x: Array, y: Array, c: Array, plan: MatmulPlan, draw: WordSource | None, first: StepIndex = 0
 ) -> Array:
-    """The sum of `c` and the products, one after the other; `first` is the step of the first."""
+    """The sum of `c` (batch, m, n) and the products of `x` (k, batch, m) and `y` (k, batch, n), one after the other.
+
+    `first` is the step of the first product, under which it draws.
+    """
     steps = 1 if plan.trace else _STEPS_PER_ITERATION
 
     def add_part(c: Array, x: Array, y: Array, part: StepIndex) -> Array:

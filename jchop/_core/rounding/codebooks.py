@@ -192,7 +192,7 @@ def _search_level(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> 
 
 
 def _bisect_level(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Array:
-    """`pick_level` by bisection.
+    """The level that `pick_level` gives, by bisection.
 
     XLA takes minutes to compile two consecutive searches that it fuses. The barrier prevents the fusion.
     """

@@ -286,7 +286,7 @@ def _whole_and_fraction(x: Array) -> tuple[Array, Array]:
 
 
 def encode_integers(whole: Array, plan: ScaledPlan) -> Array:
-    """Quanta as codes."""
+    """The codes of elements that are given as integers, in units of the smallest step of the format."""
     fmt = plan.element.format
     return (whole & bit_ops.low_mask(fmt.bits)).astype(fmt.code_dtype)
 

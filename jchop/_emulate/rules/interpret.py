@@ -151,7 +151,7 @@ def _run_links(
 
 
 class EmulationRunner(Runner):
-    """Emulated arithmetic.
+    """Runs a plan in emulated arithmetic.
 
     Args:
         max_turns: the most turns of a `while` loop. Default None: any number.

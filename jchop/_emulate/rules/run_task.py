@@ -249,7 +249,7 @@ class RandomDraw:
 
 @dataclass(frozen=True, kw_only=True)
 class EmulatedStep(step.ProgramStep):
-    """One equation and its arithmetic.
+    """A step of a plan: one equation and its arithmetic.
 
     Args:
         choice: its arithmetic.
@@ -275,7 +275,7 @@ class EmulatedStep(step.ProgramStep):
 
     @cached_property
     def task(self) -> Task:
-        """Its static data; its results must be rounded."""
+        """The static data of the equation, whose results must be rounded."""
         assert self.choice.spec is not None
         params = tuple(sorted(self.eqn.params.items()))
         known = tuple(map(spec_of_fact, self.known))

@@ -139,7 +139,7 @@ class Tape(PairedRun):
         return args
 
     def _look_at_literals(self, step: EmulatedStep, seeds: LaneSeeds, args: list[ValuePair]) -> None:
-        """Nothing is measured."""
+        """Measures nothing: literals are recorded as constants."""
 
     def _look(self, step: EmulatedStep, low: list[Any], results: list[Any], reference: list[Any]) -> None:
         """Nothing is measured: the errors are recorded."""

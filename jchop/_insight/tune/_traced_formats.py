@@ -289,7 +289,7 @@ def _in_carrier(step: EmulatedStep, args: Sequence[Any]) -> list[Any]:
 
 
 def _bind_in_carrier(step: EmulatedStep, args: Sequence[Any], **params: Any) -> list[Any]:
-    """The carrier's results."""
+    """The results of an equation in the carrier, not rounded."""
     return list(map(_as_float64, bind(step.eqn.primitive, {**step.eqn.params, **params}, *_in_carrier(step, args))))
 
 
@@ -297,7 +297,7 @@ def _bind_in_carrier(step: EmulatedStep, args: Sequence[Any], **params: Any) -> 
 
 
 def _tunable_power(run: _LevelRunner, step: EmulatedStep, site: int, args: list[Any]) -> list[Any]:
-    """By squaring, every product rounded."""
+    """A power to an integer by squaring, every product rounded to the traced format."""
     (x,), exponent, dtype = args, step.eqn.params["y"], step.eqn.outvars[0].aval.dtype.name
     total, square, n = None, x, abs(exponent)
     while n:

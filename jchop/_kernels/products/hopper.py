@@ -87,7 +87,7 @@ class HopperProduct:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the part of a tile that a warpgroup computes."""
+        """The shape of the part of a tile that a warpgroup computes."""
         return self.tiling.rows, self.tiling.columns
 
     @property
@@ -100,7 +100,7 @@ class HopperProduct:
         return pl.cdiv(self.m, self.height), pl.cdiv(self.n, self.tiling.columns)
 
     def run(self, x: Array, w: Array, parts: Mapping[str, Array], whole_tiles: bool = False) -> Array:
-        """The result.
+        """The product of two matrices, (m, n).
 
         Args:
             x: (m, k).

@@ -97,7 +97,7 @@ class _BlocksTile(HopperProduct):
         return multiply_scales(subtract_zero_points(sums, parts), parts, names, feeds_sum)
 
     def staging(self) -> Any:
-        """For parts of 128 bytes of each row."""
+        """The shared memory for results: parts of 128 bytes of each row."""
         shape = COMPUTE_WARPGROUPS, _STORE_SLOTS, _STORE_ROWS, HOPPER_ROW_BYTES // self.dtype.itemsize
         return plgpu.SMEM(shape, self.dtype, transforms=shared_memory_transforms(shape[-1], self.dtype))
 
