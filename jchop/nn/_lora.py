@@ -333,6 +333,7 @@ def _adapt_param(
     rule: LoraRule, path: str, target: AdapterTarget, original: tuple[Any, Any] | None,
     draw: Callable[[int], Array],
 ) -> AdaptedParam:  # fmt: skip
+    """The parameter of a target with a new adapter; `original` is its value before it was packed, with its layout."""
     (value, layout, placement), what = target, f"the parameter {path!r}, by {rule}"
     if isinstance(layout, str):
         raise ValueError(f"{what}: {layout}; exclude it with '!{path}'")
@@ -348,6 +349,7 @@ def _adapt_param(
 
 
 def _merge_param(path: str, leaf: AdaptedParam, requantize: bool) -> Any:
+    """A parameter with its adapter added, W + factor A B, layer by layer of a stack; packed again if `requantize`."""
     own, layout, base = leaf.adapter, leaf.adapter.layout, leaf.base
     _check_repackable(f"the parameter {path!r}", base, own.placement)
 

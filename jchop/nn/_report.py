@@ -267,6 +267,7 @@ def report(
 
 
 def _nnx_layer_row(decision: NnxLayerRule, under_rules: bool, platform: str | None) -> LayerRow:
+    """The row of a layer: its rule, its roundings, and its bytes before and after."""
     entry, kind, _, matching_rule, rule = decision
     (path, *also), layer = entry.paths, entry.module
     name, params = type(layer).__name__, entry_parameters(entry)

@@ -254,6 +254,7 @@ class _CalibrationJob:
     def _round_layer(
         self, leaf: int, turn: tuple[int, ...], inputs: InputSums, notes: Sequence[str], placement: WeightLayout
     ) -> None:
+        """Rounds one layer of a weight by the statistics of its inputs, stores it, and adds a row to the report."""
         gram, cross, mean, shift, _, rows = input_means(inputs)
         weight, path = jnp.asarray(self.call.values[leaf])[turn], self._path(leaf, turn)
         check_finite(weight, f"params: {path!r}")

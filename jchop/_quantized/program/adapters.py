@@ -158,6 +158,7 @@ def lora_layouts(plan: ProgramPlan, shapes: Sequence[tuple[int, ...]]) -> dict[i
 
 
 def _lora_layout(step: ProductStep, side: int, use: ParamUse, shape: tuple[int, ...]) -> MatrixLayout | str:
+    """A parameter as a matrix for an adapter at one use, or why it can have none."""
     where = use.where
     if use.kind != "product" or not isinstance(step.product, DotProduct):
         return f"{where} takes it, which is no product of matrices"

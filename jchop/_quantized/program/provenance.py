@@ -150,6 +150,7 @@ def move_origin(
 def _move_axes(
     name: str, params: dict[str, Any], axes: tuple[AxisFactors, ...], shape: tuple[int, ...], out: tuple[int, ...]
 ) -> tuple[AxisFactors, ...] | None:
+    """The factors of each axis of the result of a primitive that only moves numbers; None if they are lost."""
     if name in SAME_AXES_PRIMITIVES or (name in ELEMENTWISE_PRIMITIVES and shape == out):
         return axes
     if name in ADD_PRIMITIVES:

@@ -342,6 +342,11 @@ def _products_with_rules(
 
 
 def _rounded_params(program: QuantizedProgram) -> dict[int, RoundedParam]:
+    """The parameters that rules round, by number: each in the layout of its main use.
+
+    Raises:
+        ValueError: for a format that does not fit the parameter.
+    """
     results = {o.leaf for fact in program.plan.out if fact is not None for o in fact.origins}
     params = {}
     for leaf, number in enumerate(program.rule_indexes):
@@ -528,6 +533,7 @@ def _reach_text(program: QuantizedProgram, number: int, hint: str) -> str:
 
 
 def _reach_of_rule(program: QuantizedProgram, number: int) -> str:
+    """The text of an error: where the first parameter of a rule goes that is not rounded."""
     rule, numbers, paths = program.rules[number], program.rule_indexes, program.paths
     main_uses = {leaf: program.main_use(leaf) for leaf, n in enumerate(numbers) if n == number}
     exempt = [(leaf, use) for leaf, use in main_uses.items() if leaf not in program.rounded_params and use is not None]

@@ -169,6 +169,7 @@ class QuantizedRunner(Runner):
         return bind(step.eqn.primitive, step.eqn.params, *args)
 
     def _product(self, step: ProductStep, seeds: Keys | None, args: list[Any]) -> Array:
+        """A product of rounded operands, in codes if its rule and its weight have them."""
         roundings = self.roundings[id(step)]
         weight = roundings.weight
         assert step.product is not None

@@ -182,6 +182,7 @@ class LayerRoundings:
     results: bool = True
 
     def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+        """Intercepts a call of a layer: a norm's input, a layer's result and the cache of attention are rounded by its rule."""
         layer = context.module
         owner = ModuleCall(type(layer), {})
         number = owner.rule_number(layer.path, self.rules)

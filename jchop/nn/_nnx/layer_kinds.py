@@ -438,6 +438,7 @@ def check_param_axes(layer: Any, kind: NnxKind, place: Location) -> None:
 
 
 def _check_layer_rule(layer: Any, kind: NnxKind, rule: Rule, path: str, emulates: bool = False) -> None:
+    """Refuses a rule that a layer cannot follow: functions of its own, fields without effect, a packed parameter."""
     what = f"{type(layer).__name__} at {path!r}"
     if kind.slots and layer.promote_dtype is not dtypes.promote_dtype:
         raise ValueError(f"{what} has a promote_dtype of its own, in whose place the rounding would stand")
@@ -463,6 +464,7 @@ def _check_layer_rule(layer: Any, kind: NnxKind, rule: Rule, path: str, emulates
 
 
 def fork_rounding_stream(rule: Rule, rngs: nnx.Rngs | None, path: str) -> nnx.RngStream:
+    """A new stream of keys for the layer at `path`, from the stream of `rngs` that the rule names."""
     if rngs is None:
         raise ValueError(
             f"rngs=None, but {rule} rounds stochastically in the layer {path!r}: pass flax.nnx.Rngs, for example "

@@ -272,6 +272,8 @@ def _variable_module_classes(model: Any, part: ProgramPart) -> tuple[tuple[str, 
 def _new_nnx_method_function(
     graph: Any, method: Callable[..., Any], part: ProgramPart, classes: tuple[tuple[str, str], ...]
 ) -> QuantizedFunction:
+    """A method of a model as a function of parameters, other state and arguments, under rules."""
+
     def pure(params: Any, rest: Any, arguments: _ArgumentArrays) -> tuple[_MethodResult, Any]:
         copy = nnx.merge(graph, part.params_in_part(params), *rest)
         if is_nnx_program(copy):

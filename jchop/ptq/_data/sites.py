@@ -349,6 +349,7 @@ def _flips_kernel(step: ProductStep, side: int, use: ParamUse) -> bool:
 def _site_of_use(
     step: ProductStep, side: int, use: ParamUse, shape: tuple[int, ...], turns: Sequence[int]
 ) -> WeightSite | str:
+    """The site of a parameter in a product, or why its inputs are not looked at; `turns` are lengths of loops."""
     product, view = step.product, use.view
     assert product is not None and view is not None
     batch = len(product.batch[0]) if isinstance(product, DotProduct) else 1 if isinstance(product, RaggedProduct) else 0

@@ -227,6 +227,7 @@ def fit_broadcast_axes(port: Port, assignments: FactorAssignments) -> FactorAssi
 def _fit_broadcast_label(
     port: Port, value: GraphValue, label: FactorLabel | None, tied_runs: list[ChannelRun]
 ) -> FactorLabel | None:
+    """The label of a value that broadcasts: one factor along axes of another length, whose runs join `tied_runs`."""
     if label is None or len(value.shape) != len(port.own):
         return label
     axes = list(label.axes)
@@ -393,6 +394,7 @@ def _power_rule(exponent: Callable[[dict[str, Any]], Fraction]) -> Callable[[Por
 
 
 def _mul_factors(port: Port) -> FactorAssignments:
+    """The labels of a b: factors of one operand go to the result, or, inverted, to the other operand."""
     a, b = port.node.ins
     if a is b:
         other = port.label.to_power(Fraction(1, 2) if port.is_result else 2)
@@ -408,6 +410,7 @@ def _mul_factors(port: Port) -> FactorAssignments:
 
 
 def _div_factors(port: Port) -> FactorAssignments:
+    """The labels of a / b: factors go to the result, of b inverted, or to the other operand."""
     label, inverse = port.label, port.label.to_power(-1)
     if port.is_result:
         ways: list[list[FactorLabel | None]] = [[label, None], [None, inverse]]
@@ -423,6 +426,7 @@ def _div_factors(port: Port) -> FactorAssignments:
 
 
 def _dot_factors(port: Port) -> FactorAssignments:
+    """The labels of a dot: factors of free axes go to the result, of summed axes inverted to the other operand."""
     dot: DotProduct = port.node.product
     result_axes = [dot.result_axes(side) for side in (0, 1)]
     if port.is_result:
@@ -453,6 +457,7 @@ def _dot_result_factors(port: Port, result_axes: Sequence[Mapping[int, int]]) ->
 
 
 def _conv_factors(port: Port) -> FactorAssignments:
+    """The labels of a convolution: output channels go to the result, input channels inverted to the other operand."""
     conv: ConvProduct = port.node.product
     image, kernel, out = conv.numbers.lhs_spec, conv.numbers.rhs_spec, conv.numbers.out_spec
     values = [*port.node.ins[:2], *port.node.outs]

@@ -285,6 +285,7 @@ class _MappingJob:
         return jax.tree.unflatten(tree, leaves)
 
     def _fold(self, place: ProductPlace) -> Fold:
+        """The fold of a product's weight; for a rotation, gains in its way are first moved into the next weight."""
         if not isinstance(self.step, Rotate):
             return self._fold_in_all_batches(place, fold_of)
         earlier_values = dict(self.new_values)
@@ -302,6 +303,7 @@ class _MappingJob:
                 raise
 
     def _fold_in_all_batches(self, place: ProductPlace, search: Callable[[ProductPlace], Fold]) -> Fold:
+        """The fold that `search` finds, which must be the same in the programs of all batches."""
         fold = search(place)
         labels = _labels_by_leaf(fold)
         for graph in self.other_graphs:
@@ -349,6 +351,7 @@ class _MappingJob:
         return places
 
     def _map_products(self, place: ProductPlace, fold: Fold, places: dict[int, ProductPlace]) -> None:
+        """Maps the parameters of a fold: statistics, factors or a rotation, the report, then the new values."""
         error_leaves = [leaf for leaf in _labels_by_leaf(fold) if self._needs_errors(leaf)]
         if self.lazy_sums.fits({*places, *error_leaves}):
             self.lazy_sums.sums_of([*dict.fromkeys([*places, *error_leaves])], self.step)
@@ -428,6 +431,7 @@ class _MappingJob:
         return self.new_values.get(leaf, self.call.values[leaf])
 
     def _member(self, fold: Fold, place: ProductPlace, sums: InputSums) -> ChannelWeight:
+        """A weight of a fold, with its statistics and the channel of each of its inputs."""
         site, node = place.site, place.node
         label = fold.labels[node.ins[place.side]]
         _, shape, axes = channels_of(place)

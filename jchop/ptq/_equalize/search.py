@@ -250,6 +250,7 @@ class _RotationWays:
                 yield way
 
     def _ways(self, port: Port) -> FactorAssignments:
+        """The ways of a rotation through a node; a FoldError if the node does not commute with it."""
         node = port.node
         rule = _ROTATION_RULES.get(node.name)
         if port.label.power == 2 and node.name not in _OF_SQUARES:
@@ -283,6 +284,7 @@ class _RotationWays:
         return self.cache[key]
 
     def _varying_from_node(self, node: GraphNode, value: GraphValue, axes: tuple[int, ...]) -> frozenset[int] | None:
+        """The parameters that make the result `value` of a node differ along `axes`; None if other things do."""
         if not node.ins:
             return None
         first = node.ins[0]
@@ -342,6 +344,7 @@ def _one_operand(port: Port, side: int) -> tuple[list[FactorLabel | None], list[
 
 
 def _mul_rotation(rotation: _RotationWays, port: Port) -> FactorAssignments:
+    """The labels of a b: a rotation passes if the other operand is the same along its channels."""
     a, b = port.node.ins
     if a is b:
         yield from _square_rotation(rotation, port)
