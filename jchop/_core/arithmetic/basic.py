@@ -290,6 +290,7 @@ def _round_sum_with_error(
 def _exact_of_sum_and_error(
     sign: Array, magnitude: Array, error: Array, total: ValueRange, spec: Spec, carrier: Carrier
 ) -> ExactResult:
+    """The exact sum t + error of a rounded sum, given as sign and magnitude bits of t, as leading bits and rest."""
     magnitude = magnitude - (error < 0).astype(magnitude.dtype)
     inexact = (error < 0) | (error > 0)
     unsigned, width = jnp.dtype(f"uint{carrier.work_width}"), carrier.work_width

@@ -95,6 +95,7 @@ def sum_range(a: ValueRange, b: ValueRange) -> ValueRange:
 
 @lru_cache(maxsize=1024)
 def _range_of_format(fmt: ElementFormat) -> ValueRange:
+    """The quantum, the precision in bits, and the exponent above the largest value, of a format."""
     if isinstance(fmt, FloatFormat):
         return ValueRange(fmt.emin - fmt.frac_bits, fmt.precision, fmt.emax + 1)
     if isinstance(fmt, UniformFormat):

@@ -148,6 +148,7 @@ def _exp2(x: Argument) -> FunctionValue:
 
 
 def _expm1(x: Argument) -> FunctionValue:
+    """The value e^x - 1 = 2^n (e^r - 1) + 2^n - 1, where x = n log 2 + r."""
     abs_x, shift = _clamp_size(x, FIRST_ORDER, _MOST_EXPONENTIAL)
     number = x.signed(abs_x)
     r, n = _reduce_by_log2(pair_of_number(number))
@@ -268,6 +269,7 @@ _LARGE_ARGUMENT_EXPONENT = 30
 
 
 def _log1p(x: Argument) -> FunctionValue:
+    """The logarithm of 1 + x, from a significand m and an exponent n of 1 + x."""
     abs_x, shift = x.size(FIRST_ORDER, 2 * _LARGE_ARGUMENT_EXPONENT)
     m, n = _normalize_pair(pairs.two_sum(x.signed(abs_x), np.float32(1)))
     is_below_domain = x.negative & x.exceeds(1.0)
@@ -378,6 +380,7 @@ def _cos(x: Argument) -> FunctionValue:
 
 
 def _tan(x: Argument) -> FunctionValue:
+    """The quotient sin r / cos r of the rest r in quadrant q; in odd quadrants -cos r / sin r."""
     r, q, shift, infinite = _reduce_angle(x)
     sine, cosine = (pairs.polynomial_of_pair(r * r, constants.series(name), 4) for name in ("sin", "cos"))
     sine = r * sine
@@ -519,6 +522,7 @@ def _cube_error(guess: Array, number: Array) -> Array:
 
 
 def _rsqrt(x: Argument) -> FunctionValue:
+    """The value x^(-1/2), by the hardware's guess and two steps of Newton."""
     is_odd = x.exponent & 1
     number = x.significand * float32_power_of_two(is_odd)
     guess = pairs.hide_from_contraction(lax.rsqrt(number), number)
@@ -775,6 +779,7 @@ def elementary_function(x: Array, *more: Array, name: str, spec: Spec) -> Array:
 
 
 def _round_function(operands: list[Array], word: Array | None, name: str, spec: Spec) -> Array:
+    """A named function of carrier values, rounded once to a spec; `word` is for stochastic rounding."""
     arguments = [split_argument(x) for x in operands]
     if name in BINARY_FUNCTIONS:
         value = BINARY_FUNCTIONS[name](*arguments)

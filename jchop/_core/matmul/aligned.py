@@ -358,6 +358,7 @@ def _exact_sum_of_all_terms(
     c: _Accumulator,
     unit: TensorCoreUnit,
 ) -> exact.ExactResult:
+    """The exact sum of c and the products, aligned to the largest exponent of all of them."""
     negative, digits, c_exp = c
     largest = reduce(jnp.maximum, exponents, _exponent_of_sum(digits, c_exp, unit))
     bits, unit_exponent = unit.bits, largest - unit.bits
@@ -387,6 +388,7 @@ def _exact_sum_of_products_first(
     c: _Accumulator,
     unit: TensorCoreUnit,
 ) -> exact.ExactResult:
+    """The exact sum of c and the products, where products are aligned among themselves, then their sum and c."""
     negative, digits, c_exp = c
     parts = []
     for half in range(unit.halves):
@@ -543,6 +545,7 @@ def _sum_of_all_terms(
 def _sum_of_products_first(
     c: Array, c_exp: Array, values: list[Array], exponents: list[Array], unit: TensorCoreUnit
 ) -> tuple[Array, Array]:
+    """The sum of c and the products in float64, as an integer and its exponent; products are aligned first."""
     groups = [slice(half, None, unit.halves) for half in range(unit.halves)]
     part_sums = [
         _sum_in_units(values[i], exponents[i], jnp.full_like(c_exp, LEAST_PRODUCT_EXPONENT), unit) for i in groups

@@ -77,6 +77,7 @@ def make_bins(thresholds: tuple[int, ...], margin: int = 0) -> Bins | None:
 
 
 def _bins_of_shift(thresholds: np.ndarray, shift: int, margin: int) -> Bins | None:
+    """The bins of 2^shift magnitudes each; None if there are too many, or one has two thresholds."""
     # Thresholds next to zero stay in the first bins, for every exponent.
     sizes = [abs(value) for value in thresholds if abs(value) > 1 + margin]
     if not sizes:
@@ -143,6 +144,8 @@ class _LevelTable:
 
 @lru_cache(maxsize=64)
 def _level_table(fmt: CodebookFormat, carrier: Carrier) -> _LevelTable:
+    """The carrier bits of a format's levels, and of the first number that each mode rounds up to each of them."""
+
     def starts(mode: Rounding) -> np.ndarray:
         points = rounding_thresholds(mode, fmt.levels)
         # The first number above a point, or from it on.

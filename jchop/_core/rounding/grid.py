@@ -211,6 +211,7 @@ def tapered_word(magnitude: Array, fmt: formats.StringFormat, carrier: Carrier) 
 
 
 def _posit_word(magnitude: Array, fmt: formats.PositFormat, carrier: Carrier) -> TaperedWord:
+    """The words of posits with two exponent bits: regime, exponent and fraction are one integer."""
     offset = -carrier.bias << carrier.fraction
     word = magnitude + offset
     regime = bit_ops.lax_clip(word >> (carrier.fraction + 2), 1 - fmt.bits, fmt.bits - 2)
@@ -225,6 +226,7 @@ def _posit_word(magnitude: Array, fmt: formats.PositFormat, carrier: Carrier) ->
 
 
 def _takum_word(magnitude: Array, fmt: formats.TakumFormat, carrier: Carrier) -> TaperedWord:
+    """The words of takums: direction and regime before `width` bits of the characteristic, then the fraction."""
     exponent = (magnitude >> carrier.fraction) - carrier.bias
     above = exponent >= 0
     size = bit_ops.lax_clip(bit_ops.lax_where(above, exponent + 1, -exponent), 1, 255)

@@ -281,6 +281,7 @@ class BelowSmallest(DiscardedFraction):
 
     @property
     def share(self) -> tuple[Array, Array | bool]:
+        """The magnitude over T as a fraction in units of a random word's, and whether bits are cut from it."""
         assert self.draw is not None
         carrier, exponent, width = self.grid.carrier, self.grid.tiny_exponent, self.draw.width
         unsigned = self.draw.word.dtype

@@ -679,6 +679,7 @@ def put_nan(x: Array, where: Array | None, carrier: Carrier) -> Array:
 
 
 def _multiply_by_any_scales(elements: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
+    """Elements times scales and tensor scale, rounded once to the carrier."""
     compute, spec = plan.compute, plan.narrow_spec
     if scales.tensor is not None:
         # The product of the two scales may be beyond either end of the carrier's range.

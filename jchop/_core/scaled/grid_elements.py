@@ -533,6 +533,7 @@ def _nearest_quotient(x: Array, magnitude: Array, scales: BlockScales, plan: Sca
 
 
 def _divide_floats_by_power(magnitude: Array, scales: BlockScales, plan: ScaledPlan) -> GridStep:
+    """Magnitude bits over scales 2^e, rounded to the element format, as steps of its grid."""
     exponent = scales.value
     # Zero, and numbers far larger than the scale, are clamped so that the field of the quotient does not overflow.
     most = (FLOAT32.inf - 1) + (jnp.minimum(exponent, 0) << FLOAT32.fraction)
@@ -560,6 +561,7 @@ def _divide_floats_by_safe_power(magnitude: Array, scales: BlockScales, plan: Sc
 
 
 def _divide_floats(x: Array, scales: BlockScales, plan: ScaledPlan) -> GridStep:
+    """Magnitudes over scales, rounded to nearest: a guess by the inverse, then a comparison with the middle."""
     fmt = cast(FloatFormat, plan.element.format)
     divisor, high, low = _halves_of_scales(scales, plan)
     divisor, inverse, high, low = plan.backend.per_group((divisor, 1 / (high + low), high, low))

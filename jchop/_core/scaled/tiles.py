@@ -121,6 +121,7 @@ def _plain_scale(exponent: Array) -> Array:
 
 
 def _quantize_plain_tile(x: Array, largest: Array, plan: ScaledPlan) -> tuple[Array, Array]:
+    """Codes of the elements and of the scales of a tile whose scales are powers of two."""
     exponent, scale = _plain_scale_exponent(largest, plan), plan.scale
     quotient, fmt = x * _plain_scale(-exponent), plan.element.format
     assert isinstance(fmt, FloatFormat | UniformFormat)
@@ -134,6 +135,7 @@ def _quantize_plain_tile(x: Array, largest: Array, plan: ScaledPlan) -> tuple[Ar
 
 
 def _round_plain_tile(x: Array, largest: Array, plan: ScaledPlan) -> Array:
+    """The numbers of a tile rounded under scales that are powers of two."""
     exponent, fmt = _plain_scale_exponent(largest, plan), plan.element.format
     assert isinstance(fmt, FloatFormat | UniformFormat)
     scale = _plain_scale(exponent)
@@ -252,6 +254,7 @@ def _stays_within_ends(plan: ScaledPlan) -> bool:
 def _encode_uniform_tile(
     x: Array, scale: _SplitScale, largest: Array, quotient_limits: tuple | None, fmt: UniformFormat
 ) -> Array:
+    """Codes of a tile's numbers over its scale: a guess by the inverse, then a comparison with the middle."""
     guess = x * scale.inverse
     guess = (
         guess if quotient_limits is None else jnp.minimum(jnp.maximum(guess, quotient_limits[0]), quotient_limits[1])
@@ -267,6 +270,7 @@ def _encode_uniform_tile(
 def _encode_float_tile(
     x: Array, scale: _SplitScale, quotient_limits: tuple[float, float] | None, fmt: FloatFormat
 ) -> Array:
+    """Codes of a tile's numbers over its scale: a guess by the inverse, then a comparison with the middle."""
     sign, magnitude = bit_ops.split_sign(x, FLOAT32)
     magnitude = bits_to_float(magnitude)
     guess = magnitude * scale.inverse

@@ -136,6 +136,7 @@ def materialize_per_group(values: Any) -> Any:
 
 
 def _divide_leaves_by_one(*leaves: Array) -> list[Array]:
+    """The leaves divided by one as integers, which XLA cannot see through; small ones of one type at once."""
     words = [_integer_of_bits(x) for x in leaves]
     for kind in dict.fromkeys(map(jax.typeof, words)):
         places = [place for place, word in enumerate(words) if jax.typeof(word) == kind]

@@ -243,6 +243,7 @@ class PairedRun(lanes.LaneRunner):
         return list(zip(results, reference, strict=True))
 
     def _look(self, step: EmulatedStep, low: list[Any], results: list[Any], reference: list[Any]) -> None:
+        """Adds the errors of a step's results to the measures, and raises StopEventError at the event `stop_at`."""
         silent = step.kind in SILENT_KINDS
         same = results if silent else self.reference.bind(step, low, self.axes, rounds=False)
         numbers = [(x, v) for x, v in zip(low, step.eqn.invars, strict=True) if is_number(v.aval)]

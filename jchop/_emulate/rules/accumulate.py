@@ -121,6 +121,7 @@ def _reduce_window_sum(step: EmulatedStep, how: MatmulSpec, seeds: Seeds | None,
 
 
 def _dot_general(step: EmulatedStep, how: MatmulSpec, seeds: Seeds | None, a: Array, b: Array) -> Array:
+    """The product of two arrays in an order of sums, as matrices (batch, m, k) and (batch, k, n)."""
     (ca, cb), (ba, bb) = step.eqn.params["dimension_numbers"]
     fa, fb = ([i for i in range(x.ndim) if i not in (*c, *batch)] for x, c, batch in ((a, ca, ba), (b, cb, bb)))
     batch, m, k = ([a.shape[i] for i in axes] for axes in (ba, fa, ca))

@@ -297,6 +297,7 @@ def _bind_step(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list
 
 
 def _run_step_task(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+    """The results of a step, rounded under its spec; one random word for each rounding that draws."""
     spec = step.choice.spec
     if spec is None:
         return _bind_step(step, seeds, args)

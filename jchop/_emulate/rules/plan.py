@@ -80,6 +80,7 @@ _SUMS_WITH_ORDER = frozenset({"reduce_sum", "reduce_window_sum", "dot_general", 
 
 
 def _sum_facts(step: EmulatedStep) -> EmulatedStep:
+    """A sum's step with the facts about its results; a MatmulSpec must fit the carrier."""
     spec, how = step.choice.spec, step.choice.accumulate
     step = _operation_facts(step)
     if how is None:

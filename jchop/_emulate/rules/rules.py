@@ -144,6 +144,7 @@ def finite_range_of(fmt: ElementFormat) -> tuple[float, float]:
 
 @lru_cache(maxsize=4096)
 def _holds_number(spec: Spec, value: float) -> bool:
+    """Whether a number is a value of a spec's format."""
     fmt = spec.format
     if math.isnan(value):
         return True

@@ -153,6 +153,7 @@ def _has_exact_elementary(task: Task, args: Sequence[Array]) -> bool:
 
 
 def _run_carrier_op(task: Task, args: Sequence[Array], words: list[Array]) -> Any:
+    """The results of the carrier's operation, rounded to the task's spec."""
     carrier_function = CARRIER_FUNCTIONS.get(task.primitive.name)
     out = bind(task.primitive, dict(task.params), *args) if carrier_function is None else [carrier_function(*args)]
     word_iter = iter(words)

@@ -193,6 +193,7 @@ class ProgramCache:
     def _program(
         self, jaxpr: Any, consts: tuple[Any, ...], free: tuple[bool, ...], tree: Any, in_trace: bool
     ) -> EmulatedProgram:
+        """The emulated program of a jaxpr: an earlier one of an equal jaxpr, else a new one that is kept."""
         widening = self._widening(jaxpr.invars, free)
         rounds, has_plan = self._rounds(jaxpr.invars, free, widening), False
         for old in tuple(self._programs):

@@ -359,6 +359,8 @@ class ExpertSums(MatrixSums):
         return self._sum_by_expert(MatrixSums().integers_on_cpu, a, b)
 
     def _sum_by_expert(self, product: Callable[[Array, Array], Array], a: Array, b: Array) -> Array:
+        """Each row's product with the matrix of its expert: all experts in turn, of which each row takes one."""
+
         def product_of_expert(i: Array) -> Array:
             return product(a[None], lax.dynamic_index_in_dim(b, i, 0))[0]
 
@@ -607,6 +609,7 @@ def _fits_dequantize_kernel(x: Array, w: CodedArray, dtype: Any) -> bool:
 
 
 def _multiply_by_kernel(x: Array, w: CodedArray, dtype: Any) -> Array:
+    """The product of x and a packed matrix, in the kernel that reads codes and scales of groups."""
     assert w.qarray is not None and w.qarray.spec.scaled is not None
     (count, columns), group_scale, own_scale = w.qarray.shape, group_scales(w.qarray), w.qarray.scale
     if not isinstance(own_scale, tuple) and own_scale.dtype == jnp.bfloat16 and own_scale.shape == group_scale.shape:

@@ -159,6 +159,7 @@ def _round_lsq_fwd(spec: Spec, factor: float, x: Array, scale: Array, key: Array
 
 
 def _round_lsq_bwd(spec: Spec, factor: float, residuals: tuple, g: Array) -> tuple[Any, Array, None]:
+    """The cotangents of the numbers, straight through inside the range, and of the scales, summed over each group."""
     x, y, scale = residuals
     fmt = spec.scaled
     assert fmt is not None

@@ -182,7 +182,7 @@ class LayerRoundings:
     results: bool = True
 
     def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-        """Intercepts a call of a layer: a norm's input, a layer's result and the cache of attention are rounded by its rule."""
+        """The result of a layer's call, with the input of a norm, the cache of attention and the result rounded."""
         layer = context.module
         owner = ModuleCall(type(layer), {})
         number = owner.rule_number(layer.path, self.rules)

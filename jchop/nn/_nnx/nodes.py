@@ -158,7 +158,7 @@ class QuantizedParam(nnx.Variable):
         super().set_value(self._of_leaves(value), **more)
 
     def _of_leaves(self, value: Any) -> Any:
-        """A spec, sharding or shape of the whole parameter as one for each array of a packed one; other values as they are."""
+        """A spec, sharding or shape of the parameter as one for each array of a packed one; others unchanged."""
         current = self.get_raw_value()
         if not isinstance(current, QArray | StoredAs):
             return value
