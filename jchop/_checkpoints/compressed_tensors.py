@@ -92,6 +92,7 @@ def activation_arguments(spec: Spec) -> dict[str, Any] | None:
 
 
 def _read_pack(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
+    """The array of integers packed in words, with zero points packed or not, in groups or an order of columns."""
     words, shape = parts["weight_packed"], _weight_shape(parts["weight_shape"])
     scale = row.as_scales(parts["weight_scale"], shape)
     check(words.shape[0] == shape[0], f"weight_packed has {words.shape[0]} rows, and weight_shape {list(shape)}")
@@ -187,6 +188,7 @@ def _with_one_scale(parts: dict[str, Any], facts: dict[str, Any]) -> row.Written
 
 
 def _write_pack(q: QArray, exact: bool) -> row.WrittenWeight:
+    """The tensors and facts of integers in words; zero points only if one is not the middle of the codes."""
     weight, index = row.group_by_column(row.pieces(q))
     check(
         index is None,
@@ -293,6 +295,7 @@ FLOAT_ROW = row.LayoutRow("float-quantized", _SCALED_PARTS, _LOOK_FOR_FLOAT8, _r
 
 
 def _read_tiles(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
+    """The array of float8 with one scale for each tile of `weight_block_size`, or one for all."""
     block = row.fact_field(facts, "weight_block_size", list, [128, 128])
     ok = len(block) == 2 and all(type(n) is int and 0 < n < 1 << 31 for n in block)
     check(ok, f"weight_block_size={block} must be two integers above zero")
@@ -308,6 +311,7 @@ def _read_tiles(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
 
 
 def _write_tiles(q: QArray, exact: bool) -> row.WrittenWeight:
+    """The tensors and facts of float8 in tiles of 128 x 128; scales that are powers of two stay so."""
     weight = row.pieces(q, float8_e4m3fn)
     sizes = zip(weight.kinds, row.group_lengths(weight), q.shape, strict=True)
     tiles = all(kind == 128 or (not isinstance(kind, int) and size == n <= 128) for kind, size, n in sizes)
@@ -441,6 +445,7 @@ def _divisor_of_e4m3(few: np.ndarray) -> np.float32:
 
 
 def _write_nvfp4(q: QArray, exact: bool) -> row.WrittenWeight:
+    """The tensors and facts of NVFP4: codes, scales in float8, and the inverse of the tensor scale."""
     weight = row.pieces(q)
     xp = row.numpy_of(weight.codes)
     check(

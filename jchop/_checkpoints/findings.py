@@ -116,6 +116,7 @@ def _expected_shape(name: str, sizes: Mapping[str, int]) -> Sequence[int | None]
 
 
 def _head_faults(source: Checkpoint) -> Iterator[str]:
+    """What is wrong with the output head of a model, if its config does not tie it to the embedding."""
     names = [name for name in source.items if f".{name}".endswith(f".{_EMBEDDING}")]
     if not names or any(f".{name}".endswith(f".{_HEAD}") for name in source.items):
         return

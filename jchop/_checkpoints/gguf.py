@@ -113,6 +113,7 @@ class GGUFFile(RegularFile):
             _check_gguf_places(self.tensors, self.file_size - self._data)
 
     def _tensor(self, name: str, alignment: int) -> GGUFTensor:
+        """Reads the entry of a tensor: its shape, outermost axis first, its type, and its place in the data."""
         if (axes := self._number(4)) > _MOST_GGUF_AXES:
             raise ValueError(f"tensor {short_text(name)} has {axes} axes, and at most {_MOST_GGUF_AXES} are allowed")
         shape = tuple(self._number(8) for _ in range(axes))[::-1]
@@ -447,6 +448,7 @@ def _read_q3_k(blocks: np.ndarray) -> QArray:
 
 
 def _read_offset_k(blocks: np.ndarray, bits: int) -> QArray:
+    """The array of Q4_K or Q5_K: blocks of 256 numbers, in eight groups with scale and offset of 6 bits."""
     packed_scales = blocks[..., 4:16]
     first, second, rest = packed_scales[..., :4], packed_scales[..., 4:8], packed_scales[..., 8:]
     scales = np.concatenate([first & 63, rest & 15 | first >> 6 << 4], -1)
@@ -503,6 +505,7 @@ def _k_groups(codes: np.ndarray, scale: np.ndarray, zeros: int) -> tuple[np.ndar
 
 
 def _write_offset_k(q: QArray, bits: int) -> np.ndarray:
+    """The blocks of Q4_K or Q5_K of an array with float offsets, as bytes (rows, blocks, bytes)."""
     codes, scale, offsets = _offset_codes(q, bits, np.float32)
     codes, scale = _k_groups(codes, scale, 0)
     integers = range(63, 0, -1)
@@ -517,6 +520,7 @@ def _write_offset_k(q: QArray, bits: int) -> np.ndarray:
 
 
 def _write_q6_k(q: QArray) -> np.ndarray:
+    """The blocks of Q6_K, as bytes: 256 numbers in sixteen groups with int8 factors of a float16 scale."""
     codes, scale = _symmetric_codes(q, 6, np.float32, 16)
     codes, scale = _k_groups(codes, scale, 32)
     whole, factors = _split_scales(scale, [-128, *(sign * n for n in range(127, 0, -1) for sign in (1, -1))])

@@ -53,6 +53,7 @@ def _look_gptq(entries: row.TensorEntries) -> tuple[int, ...] | None:
 
 
 def _read_gptq(parts: row.TensorParts, facts: row.LayoutFacts, *, offset: int) -> QArray:
+    """The array of words along the inputs; `offset` is added to the zero points that are stored."""
     words, zeros = parts["qweight"], parts["qzeros"]
     form, widths = _gptq_form(parts), row.module_fields(facts, "bits")  # type: ignore[arg-type]
     text = " or ".join(str(width) for width in widths)
@@ -95,6 +96,7 @@ def _integers_by_columns(
 
 
 def _write_gptq(q: QArray, exact: bool, *, offset: int) -> row.WrittenWeight:
+    """The tensors and facts of GPTQ, transposed to (in, out); zero points are stored minus `offset`."""
     weight, index = row.group_by_column(row.pieces(q))
     size = row.row_group_size(weight) or q.shape[1]
     codes, scale, zero = row.unsigned_pieces(weight, _GPTQ_WIDTHS)
@@ -161,6 +163,7 @@ def _to_awq_order(codes: np.ndarray) -> np.ndarray:
 
 
 def _write_awq(q: QArray, exact: bool) -> row.WrittenWeight:
+    """The tensors and facts of AWQ, transposed to (in, out), eight codes of a word in AWQ's order."""
     weight = row.pieces(q)
     row.row_group_size(weight)
     size = row.group_lengths(weight)[1]
@@ -204,6 +207,7 @@ def _mlx_bits(facts: row.LayoutFacts, words: int, groups: int) -> int:
 
 
 def _read_mlx(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
+    """The array of MLX's codes, scales and offsets; a negative scale is made positive by reversing the codes."""
     words, stored, offsets = parts["weight"], parts["scales"], parts["biases"]
     ok = row.is_matrix(stored) and stored.shape == offsets.shape and stored.shape[0] == words.shape[0]
     check(ok and stored.dtype == offsets.dtype, "scales and biases must both have the shape (out, groups)")
@@ -282,6 +286,7 @@ def _hqq_integer(data: np.ndarray, name: str) -> int:
 
 
 def _read_hqq(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
+    """The array of HQQ, whose groups of `group_size` numbers run along axis 0 or 1 of the flat weight."""
     shape, text = _hqq_shape(parts["shape"]), parts["packing"]
     packing = text.astype(np.uint8).tobytes()[:16].decode("latin-1")
     check(packing in _HQQ_WIDTHS, f"packing={short_text(packing)} must be one of {', '.join(_HQQ_WIDTHS)}")
@@ -375,6 +380,7 @@ def _shape_in_state(data: np.ndarray) -> tuple[int, ...]:
 
 
 def _read_nf4(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
+    """The array of NF4 in blocks of the flat weight; blocks that cross rows are divided."""
     state, weight, shape = _quant_state(parts[_NF4_STATE]), parts[""], _shape_in_state(parts[_NF4_STATE])
     size, (out, columns) = row.fact_field(state, "blocksize", int, 64), shape[-2:]
     count = math.prod(shape)
@@ -424,6 +430,7 @@ def _absmax(parts: row.TensorParts, state: dict[str, Any]) -> np.ndarray:
 
 
 def _write_nf4(q: QArray, exact: bool) -> row.WrittenWeight:
+    """The tensors and facts of NF4 as bitsandbytes stores it, the first of two codes in the high bits."""
     weight = row.pieces(q, nf4.element)
     rows, last = weight.kinds
     check(
@@ -461,6 +468,7 @@ NF4_ROW = row.LayoutRow("bitsandbytes", _NF4_PARTS, _look_nf4, _read_nf4, _write
 
 
 def _grouping(facts: row.LayoutFacts, shape: Sequence[int], scale: np.ndarray) -> tuple[np.ndarray, list[AxisGrouping]]:
+    """The scales in the shape of groups, and the length of a group along each axis."""
     block = row.fact_field(facts, "block_size", list, [])
     ok = are_counts(block) and len(block) in (0, len(shape)) and all(0 < n < 1 << 31 for n in block)
     check(ok, f"block_size={short_text(block)} must have an integer above 0 for each axis")
@@ -482,6 +490,7 @@ def _target_bits(facts: row.LayoutFacts) -> int:
 
 
 def _read_int8(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
+    """The array of torchao's integers of `target_dtype`, stored as int8, with integer zero points."""
     codes, bits = parts["qdata"], _target_bits(facts)
     check(codes.dtype == row.INT8, f"qdata is of dtype {codes.dtype}, and must be int8")
     half = 1 << (bits - 1)
@@ -505,6 +514,7 @@ def _read_float8(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
 
 
 def _read_int4(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
+    """The array of torchao's int4, two codes in a byte, with float zero points of shape (groups, out)."""
     packed_codes = parts["qdata"]
     check(
         packed_codes.dtype.itemsize == 1 and "act_pre_scale" not in parts,

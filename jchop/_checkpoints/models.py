@@ -166,6 +166,7 @@ class _ModelTensor(NamedTuple):
             yield name, self._in_file(jax.tree.map(lambda leaf, at=index: leaf[at], value) if index else value, form)
 
     def _in_file(self, value: Any, form: _FileForm | None) -> Any:
+        """The value of a parameter in the axes and shape of the file."""
         if isinstance(value, StoredAs) and value.input_factors is not None:
             raise ValueError(
                 f"{self.entry.paths[0]!r} has factors by which its inputs are multiplied when the model runs, which "

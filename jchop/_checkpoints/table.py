@@ -155,6 +155,7 @@ class CheckpointLayout:
     def _weight(
         self, module: str, source: TensorSource, names: Sequence[str], facts: ChainMap[str, Any]
     ) -> LayoutWeight:
+        """The weight that the tensors of a module form: the first row that they fit."""
         stem, entries = self.stem(module), source.entries
         for row in self.rows:
             if self.records and row.name != facts.get("_type"):
@@ -344,6 +345,7 @@ def fields_beside_weights(config: LayoutFacts) -> list[str]:
 
 
 def _metadata_record(source: TensorSource, module: str) -> dict[str, Any]:
+    """The record of a weight in the metadata of a file, which torchao writes as JSON."""
     name = f"{module}.{WEIGHT_NAME}" if module else WEIGHT_NAME
     text = source.metadata.get(name)
     if text is None or len(text) > 1 << 14:
@@ -363,6 +365,7 @@ RowsByModule = Mapping[str, tuple[LayoutRow, LayoutFacts]]
 
 
 def _compressed_tensors_config(rows: RowsByModule, others: Sequence[str]) -> dict[str, Any]:
+    """The quantization config of written rows, modules with equal facts in one group."""
     kinds: dict[str, list[str]] = {}
     for module, (row, facts) in rows.items():
         kinds.setdefault(json.dumps([row.name, facts]), []).append(module)

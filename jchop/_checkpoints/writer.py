@@ -179,6 +179,7 @@ def _write_index_and_config(
 
 
 def _divide_jobs(jobs: Sequence[WriteJob], shard_bytes: int) -> list[list[WriteJob]]:
+    """Jobs in shards of at most `shard_bytes`, in their order; a larger job is a shard by itself."""
     plan: list[list[WriteJob]] = [[]]
     size = 0
     for job in jobs:
@@ -361,6 +362,7 @@ class LayoutRecord:
     def _add_in_rows(
         self, layout: CheckpointLayout, name: str, q: QArray, exact: bool, inputs: Mapping[str, Any] | None
     ) -> dict[str, Any]:
+        """The tensors of an array in the first row of the layout that it fits, else that a cast of it fits."""
         named = layout.appends or f".{name}".endswith(f".{WEIGHT_NAME}")
         check(
             named,

@@ -237,6 +237,7 @@ def _comparison_array(x: Any) -> np.ndarray:
 
 
 def _comparison_row(array: np.ndarray, finite: np.ndarray, spec: Spec, key: Any, fit: bool) -> ComparisonRow:
+    """The row of one spec: errors of an array rounded to it, and the shares of clipped and zero numbers."""
     fmt = spec.scaled
     if fmt is None and not carrier_holds(spec, CARRIERS[array.dtype.name]):
         array = array.astype(np.float64)

@@ -128,6 +128,7 @@ class _ScaledGpuTile:
         self.registers.store(out.at[*self._place(corner), :], result)
 
     def quantize(self, program: Array, words: Any, x: Any, codes: Any, scales: Any) -> None:
+        """Stores the codes and scales of a tile; tiles of plain numbers take a short way."""
         corner, plan = self._corner(program), self.problem.plan
         values, word = self._load(words, x, corner)
         tensor = tensor_scale_of_words(words, plan)

@@ -187,6 +187,7 @@ class ScaledGpuTiling(Tiling):
 
     @classmethod
     def _of_words(cls, problem: ScaledBlocksProblem, numbers: int) -> ScaledGpuTiling | None:
+        """The tiling with words of `numbers` elements; None if they do not fit the blocks."""
         block, most = problem.block, cls._MOST >> problem.plan.element.rounding.stochastic
         if not problem.last:
             fits = numbers <= cls._LONGEST_WORD_ACROSS and block % WARPS == 0 and block // WARPS * numbers <= most

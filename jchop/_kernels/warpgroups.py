@@ -87,6 +87,7 @@ class RegisterTile(_Registers):
 
     @property
     def layout(self) -> Any:
+        """The layout of a tile in registers: lanes along words, and each lane's numbers together."""
         numbers, lanes = self.shape[2], self.lanes
         if lanes == WARP_LANES:
             return _layout(((WARPS, lanes, numbers),), -3, (-2,))

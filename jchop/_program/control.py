@@ -418,6 +418,7 @@ def _run_cond(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any], inte
 
 
 def _plan_scan(planner: Any, step: Any) -> Any:
+    """The step of a scan, planned again until the facts about its carry hold in every turn."""
     consts, carry = carry_count(step.eqn.params)
     facts = (*step.known[: consts + carry], *map(planner.one_turn, step.known[consts + carry :]))
     while True:
@@ -429,6 +430,7 @@ def _plan_scan(planner: Any, step: Any) -> Any:
 
 
 def _run_scan(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any], interpret: Interpret) -> list[Any]:
+    """The results of a scan: the last carry, then the stacked results of its turns."""
     consts, carry_size = carry_count(step.eqn.params)
     fixed, start, xs = args[:consts], args[consts : consts + carry_size], args[consts + carry_size :]
 
@@ -446,6 +448,7 @@ def _scan_roles(step: ProgramStep) -> list[Role]:
 
 
 def _plan_while(planner: Any, step: Any) -> Any:
+    """The step of a while loop, planned again until the facts about its carry hold in every turn."""
     params = step.eqn.params
     test, body = params["cond_nconsts"], params["body_nconsts"]
     first, consts, carry_facts = step.known[:test], step.known[test : test + body], step.known[test + body :]
@@ -459,6 +462,7 @@ def _plan_while(planner: Any, step: Any) -> Any:
 
 
 def _run_while(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any], interpret: Interpret) -> list[Any]:
+    """The last carry of a while loop."""
     test, body = step.eqn.params["cond_nconsts"], step.eqn.params["body_nconsts"]
     first, fixed, start = args[:test], args[test : test + body], args[test + body :]
 

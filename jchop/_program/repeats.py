@@ -170,6 +170,7 @@ def _step_classes(steps: Sequence[ProgramStep]) -> list[int]:
 
 
 def _same_step(one: ProgramStep, other: ProgramStep) -> bool:
+    """Whether two steps are one equation with equal facts, on variables of equal types."""
     a, b = one.eqn, other.eqn
     return (
         a.primitive is b.primitive

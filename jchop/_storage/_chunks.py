@@ -478,6 +478,7 @@ def quantize_file(
 
 
 def _tensor_jobs(file: TensorFile, rules: Sequence[TensorRule]) -> list[_TensorJob]:
+    """The jobs of a file's tensors: each is quantized by its rule, or copied."""
     descriptions = _save.qarrays_in(file)
     parts = {part for name, fields in descriptions.items() for part in _save.qarray_tensor_names(name, fields)}
     dtypes = {name: entry.dtype.name for name, entry in file.entries.items() if name not in parts}
@@ -530,6 +531,7 @@ def tensor_rule_error(rule: TensorRule, name: str, shape: Sequence[int], error: 
 
 
 def _tensor_job(name: str, entry: TensorEntry, rule: TensorRule | None, why: str) -> _TensorJob:
+    """The job of one tensor, with the dtypes and shapes of the tensors that it writes."""
     if rule is None:
         return _TensorJob(name, entry, None, why, {name: TensorEntry(entry.dtype, entry.shape)})
     spec = rule.spec

@@ -306,6 +306,7 @@ def decode_qarray(
 
 @partial(CustomJvp, nondiff_argnums=(0,))
 def _decode_dense(form: QArrayForm, qvalue: Array, scale: Scale, zero_point: Array | None) -> Array:
+    """The numbers of an array without sparsity; axes that vmap added to its scales are mapped over."""
     fmt, shape = form.spec.format, qarray_shape(qvalue, form.size)
     if isinstance(fmt, formats.ElementFormat):
         count = 1 if form.size is None else form.size
@@ -323,6 +324,7 @@ def _decode_dense(form: QArrayForm, qvalue: Array, scale: Scale, zero_point: Arr
 # x = e s, (e - z) s or e s + z: so dx = e ds + dz, and for codes that are floats dx = s de. Each factor is the decoded
 # number with the other factor replaced by 1, and the summand by 0.
 def _decode_jvp(form: QArrayForm, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    """The numbers, and their tangent from tangents of codes, scales and float zero points."""
     qvalue, scale, zero_point = primals
     result = _decode_dense(form, *primals)
     tangent = jnp.zeros_like(result)

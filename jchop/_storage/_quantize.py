@@ -369,6 +369,7 @@ class _QuantizeOptions(NamedTuple):
 def _quantize_groups(
     x: Any, key: Array | None, starts: tuple, scale: _codes.Scale, zero_point: Any, *, how: _QuantizeOptions
 ) -> tuple:
+    """The codes, scales, zero points and places of an array's scaled format."""
     words = () if key is None else (*seed_words(key), *starts)
     x, scale = lax.stop_gradient((jnp.asarray(x), scale))
     assert how.spec.scaled is not None
@@ -570,6 +571,7 @@ class _HqqState(NamedTuple):
 def _search_zero_points(
     x: Array, scale: Array, zero: Array, settings: tuple[float, ...], *, spec: Spec, iterations: int
 ) -> Array:
+    """The zero points of least error in HQQ's iteration, under fixed scales."""
     fmt = spec.scaled
     assert fmt is not None
     groups, wide = Groups(x.shape, fmt.group_shape(x.shape)), jnp.promote_types(x.dtype, jnp.float32)

@@ -411,6 +411,7 @@ def _gather_pieces(axis: int, tiled: bool, wire: Wire, x: Array, key: Any) -> Ar
 
 
 def _exchange_pieces(split: int, concat: int, tiled: bool, wire: Wire, x: Array, key: Any) -> Array:
+    """An all_to_all whose pieces are rounded, sent as codes, and joined."""
     if wire.floats:
         return lax.all_to_all(x, wire.axes.name, split, concat, tiled=tiled)
     pieces = messages.split_axis(x, split, wire.axes.size, tiled)

@@ -89,6 +89,7 @@ def run_emulated(
 def _traced_call(
     function: Any, options: Any, spec: Spec | MatmulSpec, own: NamedFunction | None, *operands_and_key: Any
 ) -> Any:
+    """A function of JAX emulated under a spec; its operands are rounded first, and their gradient rule holds."""
     *operands, key = operands_and_key
     function, sums = partial(function, **dict(options)), spec if isinstance(spec, MatmulSpec) else None
     rounding = spec.operands if isinstance(spec, MatmulSpec) else spec

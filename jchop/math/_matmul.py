@@ -127,6 +127,7 @@ def _traced_matmul(a: Array, b: Array, key: Key, *, spec: MatmulSpec, impl: str,
 
 
 def _matmul_of_any_shape(a: Array, b: Array, key: Key, *, spec: MatmulSpec, impl: str, trace: bool) -> Array:
+    """The product of arrays as NumPy's matmul has it, in the order of a MatmulSpec, with random words of `key`."""
     keys = None if key is None else split_prng_key(key, 4)
     x, y = a[None] if a.ndim == 1 else a, b[:, None] if b.ndim == 1 else b
     draws = spec_draws(spec.product) or spec_draws(spec.accumulate)

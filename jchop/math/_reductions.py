@@ -296,6 +296,7 @@ def _run_reduction(
     initial: Any = None,
     **options: Any,
 ) -> Any:
+    """A sum, or a function made of sums, over axes of `x`, in an emulated order."""
     arrays, axes, mask = _reduction_operands(x, axis, keepdims, where, initial)
     count = math.prod(arrays[0].shape[a] for a in axes)
     if function in (_mean, _variance, _deviation):
@@ -548,6 +549,7 @@ def _run_recurrence(
 
 
 def _product(x: Array, *more: Array, axes: AxisIndices, keepdims: bool, has_initial: bool) -> Array:
+    """The product over axes of `x`, after an initial value, without the numbers that a mask leaves out."""
     mask = tuple(_rows(jnp.broadcast_to(v, x.shape), axes) for v in more[has_initial:])
     rows = _with_first(x, more[0], axes) if has_initial else _rows(x, axes)
     if not mask:

@@ -78,6 +78,7 @@ def plan_of(spec: Any) -> SpecPlan:
 
 @lru_cache(maxsize=256)
 def _cached_plan(value: Spec | str) -> SpecPlan:
+    """The texts of a spec's rounding and of its cotangent's, and whether they draw."""
     spec = as_spec(value, scaled=True)
     backward = spec.gradient.round
     forward = replace(spec, gradient=Gradient(clipped=spec.gradient.clipped))

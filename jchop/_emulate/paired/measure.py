@@ -68,7 +68,7 @@ class Measure:
         return numbers | {"cancelled_mean": self.digit_loss / self.sums if self.sums else math.nan}
 
     def add(self, other: Measure | None) -> None:
-        """Adds another measure to this one, field by field: sums, maxima, first events."""
+        """Adds another measure."""
         if other is None:
             return
         for name in (f.name for f in fields(self)):

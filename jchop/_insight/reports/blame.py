@@ -250,6 +250,7 @@ def _blame_notes(diverges: bool, error: float, value: float, rest: float, rows: 
 def _run_tape(
     program: EmulatedProgram, tape: Tape, names: Sequence[str], entry: tuple[list[Any], list[Any], Seeds | None]
 ) -> list[paired_run.ValuePair]:
+    """Runs an emulated program and its reference on the tape; gives the pairs of its results."""
     values, constants, inner_seeds = entry
     all_values = (*program.values, *program.plan.consts)
     names = (*names, *("constant" for _ in program.plan.consts))
@@ -297,6 +298,8 @@ def _output_cotangents(
 def _cotangents_of_output(
     program: EmulatedProgram, low: list[Any], wide: list[Any], numbers: list[int], output: Callable[[Any], Any]
 ) -> tuple[float, float, float, list[Any]]:
+    """The error of an output, both its values, and its derivative by each result, the mean of both sides."""
+
     def number(side: list[Any], values: Sequence[Any]) -> Any:
         leaves = list(side)
         for i, value in zip(numbers, values, strict=True):

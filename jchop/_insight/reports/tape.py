@@ -258,6 +258,7 @@ class Tape(PairedRun):
     def _pull_back_step(
         self, step: EmulatedStep, axes: ShardAxes, args: list[ValuePair], out: list[TapeNode], cotangents: list[Any]
     ) -> list[Any]:
+        """The cotangents of a step's operands from the cotangents of its results; None for other than numbers."""
         operands = [
             i
             for i, (v, x) in enumerate(zip(step.eqn.invars, args, strict=True))
@@ -474,6 +475,7 @@ def _number_nodes(entry: _TapeEntry) -> list[TapeNode]:
 
 
 def _add_share(share: ErrorShare, node: TapeNode, turn: tuple[int, ...]) -> None:
+    """Adds a node's rounding error to a share: its squares, and its part in the error of the output, by turn."""
     error = as_double_precision(node.rounding_error)
     share.squares += float(np.sum(np.abs(error) ** 2))
     share.count += error.size

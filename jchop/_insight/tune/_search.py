@@ -85,6 +85,7 @@ class AssignmentSearch:
         return pareto_front(trial for trial in self.trials.values() if math.isfinite(trial.error))
 
     def _trial(self, assignment: LevelAssignment) -> Trial:
+        """The measured error and the cost of an assignment; each is measured once, within the budget."""
         if assignment in self.trials:
             return self.trials[assignment]
         if len(self.trials) >= self.evaluations or (self._end is not None and time.monotonic() > self._end):

@@ -75,6 +75,7 @@ FLOAT64_ROW = np.array([FLOAT64.fraction + 1, 1 - FLOAT64.bias, FLOAT64.inf - 1,
 
 
 def _round_bits_to_row(x: Array, row: Array) -> Array:
+    """Numbers rounded to nearest even in float formats that are data: rows of precision, emin and three limits."""
     precision, emin, largest, finite, infinity = (row[..., i] for i in range(5))
     bits = lax.bitcast_convert_type(x, jnp.int64)
     magnitude = bits & jnp.int64((1 << 63) - 1)
@@ -214,6 +215,7 @@ class _LevelRunner(Runner):
         ]
 
     def _round(self, x: Array, site: int, dtype: str) -> Array:
+        """A value in the format of a site; each value is rounded once for a site and dtype."""
         key = (site, dtype)
         current = self.formats_of_values.get(id(x))
         if current is not None and current[1] == key:

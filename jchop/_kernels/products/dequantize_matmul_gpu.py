@@ -104,6 +104,7 @@ class _FewRowsTile:
         return pl.cdiv(self.spans, self.spans_of_stretch)
 
     def kernel(self, program: Array, x: Any, codes: Any, scales: Any, out: Any) -> None:
+        """Sums a stretch of the inner axis for a few rows: codes are decoded, multiplied, and scaled group by group."""
         tiling, registers = self.tiling, self.registers
         lead, j = divmod_int32(program, self.across)
         stretch, i = divmod_int32(lead, self.down)

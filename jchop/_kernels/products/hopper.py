@@ -135,6 +135,7 @@ class HopperProduct:
         return jnp.pad(part.T, ((0, 0), (0, -part.shape[0] % unit)))
 
     def _kernel(self, x: Any, w: Any, parts: dict[str, Any], of_steps: Sequence[str], out: Any) -> None:
+        """Computes tiles of the result by tensor cores, in a pipeline of steps along the inner axis."""
         no_op: Any = lambda *_: None  # noqa: E731
         operands = x, w, *(parts[name] for name in of_steps)
         allocations = self._pipeline(x, of_steps, no_op, no_op).get_allocations(*operands)

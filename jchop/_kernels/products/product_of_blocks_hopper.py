@@ -102,6 +102,7 @@ class _BlocksTile(HopperProduct):
         return plgpu.SMEM(shape, self.dtype, transforms=shared_memory_transforms(shape[-1], self.dtype))
 
     def write(self, total: Array, place: TilePart, out: Any) -> None:
+        """Writes a warpgroup's part of a tile through shared memory, slot by slot."""
         total = self._scaled(total, self.once, place).astype(self.dtype)
         width = HOPPER_ROW_BYTES // self.dtype.itemsize
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

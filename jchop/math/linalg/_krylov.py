@@ -193,6 +193,7 @@ def _run_krylov(
     maxiter: int | None,
     restart: int | None = None,
 ) -> Any:
+    """Solves a x = b for each system by a Krylov method: checks operands and options, then runs the plan."""
     arguments = {name: value for name, value in operands.items() if value is not None}
     functions = {name: value for name, value in arguments.items() if name in ("a", "M") and callable(value)}
     names = [name for name in arguments if name not in functions]
@@ -282,6 +283,7 @@ def cg(
 
 
 def _cg_of_system(system: _KrylovSystem, arithmetic: SpecArithmetic) -> tuple[Array, Array]:
+    """The solution and the history of r·r by preconditioned conjugate gradients, every operation rounded."""
     b, x0, preconditioner = system.b, system.x0, system.inverse
 
     def body(state: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -359,6 +361,7 @@ def gmres(
 
 
 def _gmres_of_system(system: _KrylovSystem, arithmetic: SpecArithmetic) -> tuple[Array, Array]:
+    """The solution and the history of residual norms by restarted GMRES, every operation rounded."""
     b, x0, restart = system.b, system.x0, system.restart
 
     def apply(ops: SpecArithmetic, v: Array) -> Array:
