@@ -286,7 +286,6 @@ def _hqq_integer(data: np.ndarray, name: str) -> int:
 
 
 def _read_hqq(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
-    """The array of HQQ, whose groups of `group_size` numbers run along axis 0 or 1 of the flat weight."""
     shape, text = _hqq_shape(parts["shape"]), parts["packing"]
     packing = text.astype(np.uint8).tobytes()[:16].decode("latin-1")
     check(packing in _HQQ_WIDTHS, f"packing={short_text(packing)} must be one of {', '.join(_HQQ_WIDTHS)}")
@@ -490,7 +489,6 @@ def _target_bits(facts: row.LayoutFacts) -> int:
 
 
 def _read_int8(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
-    """The array of torchao's integers of `target_dtype`, stored as int8, with integer zero points."""
     codes, bits = parts["qdata"], _target_bits(facts)
     check(codes.dtype == row.INT8, f"qdata is of dtype {codes.dtype}, and must be int8")
     half = 1 << (bits - 1)

@@ -362,7 +362,6 @@ class LayoutRecord:
     def _add_in_rows(
         self, layout: CheckpointLayout, name: str, q: QArray, exact: bool, inputs: Mapping[str, Any] | None
     ) -> dict[str, Any]:
-        """The tensors of an array in the first row of the layout that it fits, else that a cast of it fits."""
         named = layout.appends or f".{name}".endswith(f".{WEIGHT_NAME}")
         check(
             named,

@@ -296,7 +296,6 @@ def _run_reduction(
     initial: Any = None,
     **options: Any,
 ) -> Any:
-    """A sum, or a function made of sums, over axes of `x`, in an emulated order."""
     arrays, axes, mask = _reduction_operands(x, axis, keepdims, where, initial)
     count = math.prod(arrays[0].shape[a] for a in axes)
     if function in (_mean, _variance, _deviation):

@@ -30,7 +30,7 @@ class DoubleWord:
 
 
 def multiply_exactly(x: Array, y: Array, carrier: Carrier) -> ExactResult:
-    """The exact product of two carrier values."""
+    """The exact product."""
     (xs, xm), (ys, ym) = bit_ops.split_sign(x, carrier), bit_ops.split_sign(y, carrier)
     product = _multiply_magnitudes(xs, xm, ys, ym, carrier)
     v = _exact_of_product(product, carrier)

@@ -325,7 +325,7 @@ def _negate_limbs_if(negative: Array, high: Array, low: Array) -> _Limbs:
 def fused_add_limbs(
     c: Array, x: Sequence[LimbFactors], y: Sequence[LimbFactors], unit: TensorCoreUnit, word: Array | None
 ) -> Array:
-    """The sum of c and the products x_i y_i, elementwise: terms cut to one grid, summed exactly, rounded once.
+    """A(t(c) + the sum of t(x_i y_i)), elementwise.
 
     Args:
         c: float32 accumulators.
@@ -358,7 +358,6 @@ def _exact_sum_of_all_terms(
     c: _Accumulator,
     unit: TensorCoreUnit,
 ) -> exact.ExactResult:
-    """The exact sum of c and the products, aligned to the largest exponent of all of them."""
     negative, digits, c_exp = c
     largest = reduce(jnp.maximum, exponents, _exponent_of_sum(digits, c_exp, unit))
     bits, unit_exponent = unit.bits, largest - unit.bits
@@ -388,7 +387,6 @@ def _exact_sum_of_products_first(
     c: _Accumulator,
     unit: TensorCoreUnit,
 ) -> exact.ExactResult:
-    """The exact sum of c and the products, where products are aligned among themselves, then their sum and c."""
     negative, digits, c_exp = c
     parts = []
     for half in range(unit.halves):

@@ -146,7 +146,6 @@ def _round_tile_sum(
     x_range: ValueRange,
     y_range: ValueRange,
 ) -> Array:
-    """A(x + y), elementwise, for operands in the ranges `x_range` and `y_range`."""
     spec = plan.spec.accumulate
     word = _step_word(spec, draw, "accumulate", step)
     return add_and_round(x, y, spec, plan.carrier, word, x_range, y_range)

@@ -270,7 +270,6 @@ def _encode_uniform_tile(
 def _encode_float_tile(
     x: Array, scale: _SplitScale, quotient_limits: tuple[float, float] | None, fmt: FloatFormat
 ) -> Array:
-    """Codes of a tile's numbers over its scale: a guess by the inverse, then a comparison with the middle."""
     sign, magnitude = bit_ops.split_sign(x, FLOAT32)
     magnitude = bits_to_float(magnitude)
     guess = magnitude * scale.inverse

@@ -250,7 +250,7 @@ class RandomDraw:
 
 @dataclass(frozen=True, kw_only=True)
 class EmulatedStep(step.ProgramStep):
-    """A step of a plan: one equation and its arithmetic.
+    """One equation and its arithmetic.
 
     Args:
         choice: its arithmetic.
