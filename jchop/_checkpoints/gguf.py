@@ -543,6 +543,7 @@ def _read_iq4_xs(blocks: np.ndarray) -> QArray:
 
 
 def _ternary(codes: np.ndarray, scale: np.ndarray) -> QArray:
+    """The array of codes 0, 1, 2 for -1, 0, 1, under a scale for each group."""
     codes = _code_rows(codes)
     return row.integer_array(codes, scale, np.ones(scale.shape, np.int32), 2, _row_kinds(codes, scale))
 

@@ -51,14 +51,17 @@ class ScaledBlocksProblem:
 
     @property
     def outer(self) -> int:
+        """The count of numbers before the axis of the blocks."""
         return math.prod(self.shape[: self.axis])
 
     @property
     def size(self) -> int:
+        """The length of the axis of the blocks."""
         return self.shape[self.axis]
 
     @property
     def inner(self) -> int:
+        """The count of numbers after the axis of the blocks, which lie side by side."""
         return math.prod(self.shape[self.axis + 1 :])
 
     @property

@@ -149,6 +149,7 @@ class RegisterMatrix(_Registers):
 
 
 def _layout(tiles: tuple[tuple[int, ...], ...], warps: int, lanes: tuple[int, ...]) -> Any:
+    """A layout of tiles in registers: the axes of warps and of lanes, and a vector along the last one."""
     return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(warps,), lane_dims=lanes, vector_dim=-1)
 
 

@@ -172,6 +172,7 @@ class GroupExtremes:
         return extremes
 
     def _place(self, chunk: Chunk) -> tuple[slice, ...]:
+        """The index of a chunk's groups among the extremes of all groups."""
         spans = zip(self.shares_axis, chunk.starts, chunk.shape, strict=True)
         return tuple(slice(None) if shares else slice(at, at + n) for shares, at, n in spans)
 

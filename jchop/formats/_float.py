@@ -140,6 +140,7 @@ class FloatFormat(ElementFormat):
         return 1 if self.subnormals else 1 << self.frac_bits
 
     def _magnitude(self, code: int) -> Fraction:
+        """The value of a code without its sign bit."""
         exponent, fraction = code >> self.frac_bits, code & ((1 << self.frac_bits) - 1)
         if exponent or not self.zero:
             fraction += 1 << self.frac_bits

@@ -357,6 +357,7 @@ def _with_first(x: Array, first: Array, axes: AxisIndices) -> Array:
 
 
 def _masked(x: Array, mask: tuple[Array, ...], other: Any = 0) -> Array:
+    """The numbers, with `other` where a mask is False."""
     return jnp.where(mask[0], x, jnp.asarray(other, x.dtype)) if mask else x
 
 

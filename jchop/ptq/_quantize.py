@@ -330,6 +330,7 @@ class _CalibrationJob:
         self, leaf: int, turn: tuple[int, ...] = (), outcome: RoundingOutcome | None = None, rows: Array | None = None,
         note: str = "",
     ) -> WeightRow:  # fmt: skip
+        """A row of the report: a weight, or a layer of a stack at `turn`, with the errors of its rounding."""
         shape = tuple(self.program.shapes[leaf][len(turn) :])
         row = WeightRow(self._path(leaf, turn), shape, "", method="", note=note)
         if leaf in self.program.rounded_params:
@@ -350,6 +351,7 @@ class _CalibrationJob:
         )  # fmt: skip
 
     def _path(self, leaf: int, turn: tuple[int, ...]) -> str:
+        """The path of a parameter, with the indexes of a layer of a stack."""
         return self.program.paths[leaf] + (f"[{','.join(map(str, turn))}]" if turn else "")
 
     def _add_other_rows(self) -> None:

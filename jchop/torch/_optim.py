@@ -116,6 +116,7 @@ class OptimLP(Optimizer):
             yield from group["params"]
 
     def _leaf(self, index: int, p: torch.nn.Parameter) -> _OptimizerLeaf:
+        """A parameter of the optimizer with its accumulator, its float32 master copy."""
         accumulator = self.accumulators.get(index)
         if accumulator is None:
             accumulator = _as_float32(p.data).clone() if _ACCUMULATOR_ROLE in self._plans else _as_float32(p.data)
@@ -171,6 +172,7 @@ class OptimLP(Optimizer):
         check(count or not trained, f"momentum={spec!r}, but {kind} keeps none")
 
     def _round(self, role: int, leaf: _OptimizerLeaf, x: Tensor, fold_in: int | None = None) -> Tensor:
+        """A tensor rounded under the spec of its role, or as it is if the role has none."""
         plan = self._plans.get(role)
         if plan is None:
             return x

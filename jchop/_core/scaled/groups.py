@@ -29,6 +29,7 @@ class Groups:
 
     @cached_property
     def _split(self) -> tuple[bool, ...]:
+        """Whether each axis is divided into several groups of more than one number."""
         return tuple(size not in (1, length) for length, size in zip(self.shape, self.sizes, strict=True))
 
     @cached_property

@@ -226,6 +226,7 @@ class EagerRunner(EmulationRunner):
     def _once(
         self, step: EmulatedStep, run: Callable[..., list[Any]], seeds: Seeds | None, args: list[Any]
     ) -> list[Any]:
+        """Runs a step by a function that is compiled at its first run."""
         if id(step) not in self._step_functions:
             self._step_functions[id(step)] = jax.jit(partial(run, step))
         return self._step_functions[id(step)](seeds, args)

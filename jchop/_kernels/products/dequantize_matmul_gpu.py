@@ -84,14 +84,17 @@ class _FewRowsTile:
 
     @property
     def down(self) -> int:
+        """The count of tiles along the rows."""
         return pl.cdiv(self.problem.m, self.tiling.rows)
 
     @property
     def across(self) -> int:
+        """The count of tiles along the columns."""
         return pl.cdiv(self.problem.width, self.tiling.lanes * self.tiling.word)
 
     @property
     def spans(self) -> int:
+        """The count of spans of the inner axis, each with one scale for a column."""
         return self.problem.k // self.tiling.span
 
     @property

@@ -97,6 +97,7 @@ class HopperProduct:
 
     @property
     def tiles(self) -> tuple[int, int]:
+        """The counts of tiles along rows and columns."""
         return pl.cdiv(self.m, self.height), pl.cdiv(self.n, self.tiling.columns)
 
     def run(self, x: Array, w: Array, parts: Mapping[str, Array], whole_tiles: bool = False) -> Array:

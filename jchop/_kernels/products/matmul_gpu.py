@@ -88,10 +88,12 @@ class _MatmulGpuTile:
 
     @property
     def down(self) -> int:
+        """The count of tiles along the rows."""
         return pl.cdiv(self.padded[0], MATMUL_GPU_ROWS)
 
     @property
     def across(self) -> int:
+        """The count of tiles along the columns."""
         return pl.cdiv(self.padded[1], self.tiling.block_n)
 
     def kernel(self, program: Array, *refs: Any) -> None:

@@ -88,6 +88,7 @@ class _BlocksTile(HopperProduct):
         return jnp.zeros(self.shape, jnp.float32)
 
     def add(self, total: Array, sums: Array, step: Array, place: TilePart) -> Array:
+        """The total with the sums of a block, under their scales."""
         del step
         return total + self._scaled(sums, self.of_blocks, place, feeds_sum=True)
 

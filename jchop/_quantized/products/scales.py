@@ -213,6 +213,7 @@ class _BatchRangeObserver:
         self.ranges.append(self.find(jnp.where(jnp.isfinite(x), x, 0)))
 
     def range(self) -> Array | None:
+        """The range (2,) of all batches: the widest, or the mean; None without data."""
         if not self.ranges:
             return None
         ranges = jnp.stack(self.ranges)
@@ -240,6 +241,7 @@ class _EntropyObserver:
         self.most = max(self.most, float(finite.max(initial=0.0)))
 
     def range(self) -> Array | None:
+        """The range (2,) at which a histogram loses the least entropy; None without data."""
         if not self.histogram.counts.any():
             return None
         levels = self.levels[not self.least < 0 < self.most]

@@ -405,6 +405,7 @@ class MatrixLayout:
 
     @property
     def _order(self) -> tuple[int, ...]:
+        """The parts of axes in the order of the matrices."""
         return (*self.batch, *self.contracting, *self.free)
 
 

@@ -402,6 +402,7 @@ class ScaleStateRunner(QuantizedRunner):
             self.entries, self.updates = outer
 
     def _take(self, updates: Mapping[str, Array]) -> None:
+        """Keeps updated entries of scales; in a run that updates, later layers read them."""
         self.updates.update(updates)
         if self.mode == "update":
             self.entries.update(updates)

@@ -318,6 +318,7 @@ class LazySums:
         return sum(map(self._bytes, leaves)) <= self.memory
 
     def _bytes(self, leaf: int) -> int:
+        """The bytes of the sums of a weight's inputs."""
         return math.prod(sum_bytes(self.sites[leaf], self.trace[1].values[leaf]))
 
 

@@ -428,6 +428,7 @@ class _MappingJob:
                 self.record.add(leaf, choice, turn)
 
     def _value(self, leaf: int) -> Any:
+        """The value of a parameter, as earlier folds have changed it."""
         return self.new_values.get(leaf, self.call.values[leaf])
 
     def _member(self, fold: Fold, place: ProductPlace, sums: InputSums) -> ChannelWeight:
