@@ -210,7 +210,7 @@ class LaneRunner(Runner):
         raise NotImplementedError
 
     def choose(self, active: Mapping[int, Any], new: LaneValue, old: LaneValue) -> LaneValue:
-        """New values where lanes are active, each for all loops or shards of a batch or for some; else the old ones."""
+        """The new values in active lanes, else the old ones; `active` has bools by lane, or arrays of bools."""
         raise NotImplementedError
 
     def path_value(self, value: LaneValue, lane: int) -> Any:

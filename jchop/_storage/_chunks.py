@@ -110,7 +110,7 @@ def plan_chunk_cut(shape: Sequence[int], itemsize: int, fmt: ScaledFormat | None
 
 
 def _cut_units(fmt: ScaledFormat | None, ndim: int) -> tuple[list[int], list[bool]]:
-    """For each axis: the number of which lengths of chunks are multiples, and whether it cannot be cut at all."""
+    """For each axis, the unit of which chunk lengths are multiples, and whether the axis cannot be cut."""
     units, indivisible = groupings.unit_lengths(fmt, ndim), [False] * ndim
     units[-1] *= _CODES_IN_WHOLE_BYTES
     level: Any = fmt

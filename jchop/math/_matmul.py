@@ -357,7 +357,7 @@ def _as_float32_pair(name: str, value: tuple) -> tuple[Any, Any]:
 
 @partial(always_jit, static_argnames=("count",), inline=True)
 def _traced_product_by_slices(*parts_and_key: Any, count: int) -> Any:
-    """Of two arrays, or of the parts of two pairs; there is no key."""
+    """The product of two arrays, or of two pairs as a pair, by slices of digits; the last argument, a key, is None."""
     parts = tuple(map(jnp.asarray, parts_and_key[:-1]))
     half = len(parts) // 2
     product = _product_by_slices(parts[:half], parts[half:], count)
@@ -380,6 +380,7 @@ def _product_by_slices(a: tuple[Array, ...], b: tuple[Array, ...], count: int) -
 
 @partial(_product_by_slices.defjvp, symbolic_zeros=True)
 def _product_by_slices_jvp(count: int, primals: tuple, tangents: tuple) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """The product and its tangent, da b + a db, from the first arrays of the sums."""
     (a, b), (da, db) = primals, tangents
     out = _product_by_slices(a, b, count)
     tangent = _sum_of_products(*((d, b[0]) for d in da), *((a[0], d) for d in db))
@@ -407,7 +408,7 @@ def _with_infinities_and_nan(total: tuple[Array, ...], a: Array, b: Array) -> tu
 
 
 def _sign_inf_nan_zero(x: Array) -> tuple[Array, ...]:
-    """As int8: signs, 0 for NaN; signs of infinities alone; 1 for NaN; 1 for zero."""
+    """Four arrays of int8: signs, 0 for NaN; signs of infinities alone; 1 for NaN; 1 for zero."""
     sign = jnp.where(jnp.isnan(x), 0, jnp.sign(x)).astype(jnp.int8)
     return sign, sign * jnp.isinf(x), jnp.isnan(x).astype(jnp.int8), (x == 0).astype(jnp.int8)
 

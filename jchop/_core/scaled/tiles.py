@@ -154,7 +154,7 @@ def _round_plain_quotient(quotient: Array, fmt: FloatFormat) -> tuple[Array, gri
 
 
 def _uniform_shift(fmt: UniformFormat) -> float:
-    """Its sum with a number is rounded to a multiple of the quantum, and has its code in the low bits."""
+    """The constant whose sum with a number is a multiple of the quantum, with its code in the low bits."""
     return 1.5 * 2.0 ** (FLOAT32.fraction - fmt.frac_bits)
 
 

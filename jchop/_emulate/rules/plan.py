@@ -142,7 +142,7 @@ def _round_constants(step: EmulatedStep, beside_wide: bool = False) -> EmulatedS
 
 
 def _with_checked_operands(step: EmulatedStep, among: Sequence[bool]) -> EmulatedStep:
-    """As `_with_rounded_operands`, and the operands that are rounded can hold the spec's values."""
+    """The step with operands `among` its own rounded on entry; their dtypes must hold the spec's values."""
     step = _with_rounded_operands(step, step.choice.spec, among)
     _check_dtypes_of_step(step, step.choice.spec, itertools.compress(step.eqn.invars, step.rounds))
     return step

@@ -211,6 +211,7 @@ class ProgramCache:
         return replace(new, plan=replace(new.plan, consts=consts))
 
     def _widening(self, variables: Any, free: tuple[bool, ...]) -> Widening | None:
+        """How equations of narrow dtypes run in the widest dtype of the free arguments, if `narrow="carrier"`."""
         if self.settings.narrow != "carrier":
             return None
         carrier = widest_carrier([v for v, f in zip(variables, free, strict=True) if f])
@@ -227,6 +228,7 @@ class ProgramCache:
         return tuple(self.settings.spec is not None and f and n for f, n in zip(free, numbers, strict=True))
 
     def _make(self, jaxpr: Any, rounds: tuple[bool, ...], tree: Any, widening: Widening | None) -> EmulatedProgram:
+        """The new emulated program of a jaxpr, whose arguments `rounds` are rounded on entry."""
         planner, count = EmulationPlanner(self.settings, widening), len(rounds)
         others = variables_outside_jchop(jaxpr)
         rounds += self._rounds(jaxpr.constvars, [v in others for v in jaxpr.constvars], widening)

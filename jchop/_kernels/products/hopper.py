@@ -220,7 +220,7 @@ class HopperProduct:
 
 
 def shared_memory_transforms(row: int, dtype: Any) -> tuple[Any, ...]:
-    """Of tiles in shared memory, as the matrix units and copies take them: in parts of rows of 32, 64 or 128 bytes."""
+    """The transforms of tiles in shared memory for matrix units and copies: rows in parts of 32, 64 or 128 bytes."""
     itemsize = jnp.dtype(dtype).itemsize
     part = min(row * itemsize, HOPPER_ROW_BYTES)
     assert row * itemsize % part == 0

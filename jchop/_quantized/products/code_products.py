@@ -157,7 +157,7 @@ class _ConvSums(MatrixSums):
         return jnp.sum(b, (*range(len(self.places)), b.ndim - 1), jnp.int32)
 
     def integers_on_cpu(self, a: Array, b: Array) -> Array:
-        """In float32, panel by panel: XLA has no fast convolution of integers."""
+        """The exact sums of int8, in float32, panel by panel: XLA has no fast convolution of integers."""
         return self.panels(lambda a, b: self.wide(a, b, jnp.float32).astype(jnp.int32), a, b)
 
     def run(self, on_cpu: Callable[..., Array], native: Callable[..., Array], a: Array, b: Array) -> Array:
@@ -376,7 +376,7 @@ class ExpertSums(MatrixSums):
         return jnp.where(self.inside, rows, jnp.zeros((), rows.dtype))[:, None]
 
     def right(self, rows: Array) -> Array:
-        """Of a column of the expert that a row belongs to."""
+        """The values of each expert's columns, (experts, n), for each row: (rows, n), of its own expert."""
         return rows[self.owner]
 
 

@@ -137,7 +137,7 @@ def weight_layout_of(shape: tuple[int, ...], view: provenance.MatrixView | None,
     number = {(part.axis, part.inner): i for i, (_, part) in enumerate(entries)}
 
     def numbers(parts: provenance.AxisFactors) -> list[int]:
-        """Of the parts; a part of an axis that is not taken apart stands for all of it."""
+        """The indexes, in `entries`, of parts of axes; a part that is no entry stands for all entries of its axis."""
         every: dict[provenance.AxisFactor, None] = {}
         for part in parts:
             own = factors[part.axis]

@@ -71,7 +71,7 @@ class ModuleCall(NamedTuple):
     shapes: Mapping[str, tuple[int, ...]]
 
     def rule_number(self, path: LinenPath, rules: Sequence[Rule]) -> int | None:
-        """The index of the first rule that matches it."""
+        """The index of the first rule that matches the module; None if none does."""
         return rule_index("/".join(path), rules, self.cls.__name__, _OPERATIONS.get(self.cls, ""))
 
     @property

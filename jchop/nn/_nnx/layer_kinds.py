@@ -415,7 +415,7 @@ def pack_param(
 def codes_in_own_shape(
     codes: QArray, layout: OperandLayout, shape: tuple[int, ...], stack_ndim: int
 ) -> tuple[QArray, OperandLayout | None]:
-    """As `pack_param` returns it, of codes and scales in a layout."""
+    """Codes and scales in a layout as `pack_param` returns them: in the parameter's own shape if groups allow it."""
     # Layer by layer, so that the spec is for one layer: as an axis among others, the stack's axis would be named.
     own = map_over_stack(stack_ndim, lambda one: restore_param_axes(one, layout, shape), codes)
     return (codes, layout) if own is None else (own, None)

@@ -158,7 +158,7 @@ def layer_entries(model: nnx.Module) -> Iterator[tuple[ModuleEntry, NnxKind | No
 
 
 def nnx_layers(model: nnx.Module) -> Iterator[tuple[str, Any, NnxKind | None]]:
-    """As `layer_entries`: the first path of each, the module itself, and its row."""
+    """The layers of `layer_entries`: the first path of each, the module itself, and its row of `NNX_KINDS`."""
     for entry, kind in layer_entries(model):
         yield entry.paths[0], entry.module, kind
 

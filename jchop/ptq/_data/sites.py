@@ -201,7 +201,7 @@ def _is_other_use(step: ProductStep, operand: int, use: ParamUse, shape: tuple[i
 
 
 class _DependenceWalk(ProgramWalk):
-    """Of each operand of a product 0 if it depends on no parameter, 1 if it does, 2 if on one joined with something."""
+    """Finds the level of each operand of a product: 0 depends on no parameter, 1 on one, 2 on one that is joined."""
 
     unknown = _JOINED
 

@@ -444,7 +444,7 @@ def _dot_factors(port: Port) -> FactorAssignments:
 
 
 def _dot_result_factors(port: Port, result_axes: Sequence[Mapping[int, int]]) -> FactorAssignments:
-    """From a result to the operand whose axes have the factors."""
+    """The labels of a dot whose result has factors: they go to the operand whose axes have them."""
     first, second = ({*axes.values()} for axes in result_axes)
     own_axes = sorted(first - second), sorted(second - first)
     runs = [[run for axis in axes for run in port.own[axis] if run[1]] for axes in own_axes]
