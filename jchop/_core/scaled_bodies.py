@@ -496,7 +496,10 @@ def _load_groups(arrays: Sequence[Array], groups: Groups, plan: ScaledPlan) -> _
 
 def _load_block_scales(parts: ScaleArrays, groups: Groups, plan: ScaledPlan) -> BlockScales:
     if plan.of_scales is not None:
-        parts = _dequantize_scales(parts, plan.of_scales, groups.counts)
+        scales = dequantize_body(*parts, plan=plan.of_scales, shape=groups.counts)
+        bits = float_to_bits(scales)
+        finite = bit_ops.lax_clip(bits, 1, FLOAT32.inf - 1)  # the largest may round up beyond the ends
+        parts = bits_to_float(finite)
     if plan.rule.tensor_scale:
         parts, whole = parts
         return load_scales(groups.expand(parts), plan, float_to_bits(whole))
@@ -520,10 +523,3 @@ def _quantize_scales(scales: Array, plan: ScaledPlan) -> tuple[Array, ...]:
             _round_with_zero_points(view, group_scales.scales, group_scales.zero, plan, None), plan
         )
     return _pack_view(codes, groups, plan.fmt.bits), *flatten_scales(*group_scales.store())
-
-
-def _dequantize_scales(scale_arrays: tuple[Array, ...], plan: ScaledPlan, shape: tuple[int, ...]) -> Array:
-    scales = dequantize_body(*scale_arrays, plan=plan, shape=shape)
-    bits = float_to_bits(scales)
-    finite = bit_ops.lax_clip(bits, 1, FLOAT32.inf - 1)  # the largest may round up beyond the ends
-    return bits_to_float(finite)

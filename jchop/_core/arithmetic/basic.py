@@ -409,7 +409,13 @@ def multiply_and_round(
     """
     spec = _none_if_own(spec, carrier)
     if _only_flushes(spec, carrier, xr, yr) and xr.bits + yr.bits <= carrier.fraction:
-        return _flush_product(x, y, product_range(xr, yr), carrier)
+        # The product of normal numbers, so exact that it is not rounded up to a normal number.
+        product = product_range(xr, yr)
+        value = x * y
+        if product.is_normal(carrier) and product.top <= carrier.bias + 1:
+            return value  # else it must not be contracted with a sum
+        (xs, _), (ys, _), (_, magnitude) = (bit_ops.split_sign(v, carrier) for v in (x, y, value))
+        return _flush_subnormals(xs ^ ys, magnitude, carrier)
     if _product_is_exact(xr, yr, carrier) and _ends_agree(product_range(xr, yr), spec, carrier):
         return round_hardware_result(x * y, product_range(xr, yr), spec, carrier, word)
     if supports_scaling_product(spec, carrier, xr, yr):
@@ -429,7 +435,9 @@ def add_and_round(
     total = sum_range(xr, yr)
     zero_sign = carrier.sign_bit if spec is not None and spec.rounding is Rounding.DOWN else 0
     if _only_flushes(spec, carrier, xr, yr):
-        return _flush_sum(x, y, carrier)
+        # The sum of normal numbers; a device that makes a subnormal sum zero may lose its sign.
+        sign, magnitude = bit_ops.split_sign(x + y, carrier)
+        return _flush_subnormals(jnp.where(x < -y, carrier.sign_bit, sign), magnitude, carrier)
     if total.is_normal(carrier):
         exact = total.bits <= carrier.fraction + 1
         if (spec is None or _ends_agree(total, spec, carrier)) and (
@@ -440,7 +448,14 @@ def add_and_round(
             )
         if spec is not None and has_spare_bits(spec.format, carrier) and _has_room_for_two_sum(total, spec, carrier):
             _refuse_wrapping(spec, total, carrier)
-            return _round_sum_with_error(x, y, total, zero_sign, spec, carrier, word)
+            # The exact sum rounded once, from the hardware's sum and its error.
+            sign, magnitude, error = _sum_and_error(x, y, zero_sign, carrier)
+            if has_constant_drop(spec, carrier) and total.quantum >= range_of(spec, carrier).quantum:
+                error, binade = error_of_sum(error, magnitude, spec, carrier)
+                return round_with_error(sign, magnitude, magnitude, error, spec, carrier, word, binade)
+            return round_exact(
+                _exact_of_sum_and_error(sign, magnitude, error, total, spec, carrier), spec, carrier, word
+            )
     if supports_scaling_sum(spec, carrier):
         return add_by_scaling(x, y, spec, word, xr, yr)
     _refuse_wrapping(spec, total, carrier)
@@ -576,21 +591,6 @@ def round_hardware_result(
     return round_to_spec(value, spec, carrier, word)
 
 
-def _flush_product(x: Array, y: Array, product: ValueRange, carrier: Carrier) -> Array:
-    """The product of normal numbers, so exact that it is not rounded up to a normal number."""
-    value = x * y
-    if product.is_normal(carrier) and product.top <= carrier.bias + 1:
-        return value  # else it must not be contracted with a sum
-    (xs, _), (ys, _), (_, magnitude) = (bit_ops.split_sign(v, carrier) for v in (x, y, value))
-    return _flush_subnormals(xs ^ ys, magnitude, carrier)
-
-
-def _flush_sum(x: Array, y: Array, carrier: Carrier) -> Array:
-    """The sum of normal numbers; a device that makes a subnormal sum zero may lose its sign."""
-    sign, magnitude = bit_ops.split_sign(x + y, carrier)
-    return _flush_subnormals(jnp.where(x < -y, carrier.sign_bit, sign), magnitude, carrier)
-
-
 def _flush_subnormals(sign: Array, magnitude: Array, carrier: Carrier) -> Array:
     return bit_ops.join_sign(sign, jnp.where(magnitude < 1 << carrier.fraction, 0, magnitude), carrier)
 
@@ -615,17 +615,6 @@ def _sum_and_error(x: Array, y: Array, zero_sign: int, carrier: Carrier) -> tupl
     error = (x - (total - y_part)) + (y - y_part)
     sign, magnitude = bit_ops.split_sign(_fix_sign_of_zero_sum(total, x, y, zero_sign, carrier), carrier)
     return sign, magnitude, lax.bitcast_convert_type(lax.bitcast_convert_type(error, carrier.work) ^ sign, error.dtype)
-
-
-def _round_sum_with_error(
-    x: Array, y: Array, total: ValueRange, zero_sign: int, spec: Spec, carrier: Carrier, word: Array | None
-) -> Array:
-    """The exact sum rounded once, from the hardware's sum and its error."""
-    sign, magnitude, error = _sum_and_error(x, y, zero_sign, carrier)
-    if has_constant_drop(spec, carrier) and total.quantum >= range_of(spec, carrier).quantum:
-        error, binade = error_of_sum(error, magnitude, spec, carrier)
-        return round_with_error(sign, magnitude, magnitude, error, spec, carrier, word, binade)
-    return round_exact(_exact_of_sum_and_error(sign, magnitude, error, total, spec, carrier), spec, carrier, word)
 
 
 def _exact_of_sum_and_error(

@@ -290,13 +290,6 @@ def _limbs_of_long_product(
     return jnp.where(negative, -high, high), jnp.where(negative, -low, low)
 
 
-def _accumulator_parts(c: Array) -> tuple[Array, Array, Array]:
-    """Whether c is negative, its significand as an integer, and its exponent."""
-    sign, magnitude = bit_ops.split_sign(c, FLOAT32)
-    exponent, count = exponent_and_significand(magnitude, FLOAT32)
-    return sign != 0, count, exponent
-
-
 def _exponent_of_sum(count: Array, exponent: Array, unit: TensorCoreUnit) -> Array:
     """The exponent with which c enters the largest; a zero has the exponent of float32's subnormals."""
     if unit.sum_emin == 1 - FLOAT32.bias:
@@ -340,10 +333,11 @@ def fused_add_limbs(
     if unit.overflows:
         beyond = [jnp.where(jnp.abs(p) >= 2, e + 1, e) > FLOAT32.bias for p, e in zip(floats, exponents, strict=True)]
         floats = [jnp.where(over, p * np.float32(np.inf), p) for p, over in zip(floats, beyond, strict=True)]
-    negative, digits, c_exp = _accumulator_parts(c)
+    sign, magnitude = bit_ops.split_sign(c, FLOAT32)
+    c_exp, digits = exponent_and_significand(magnitude, FLOAT32)
     special = reduce(jnp.add, floats, c)  # not finite if a product or c is not; else below the largest finite number
     add = _exact_sum_of_products_first if unit.apart else _exact_sum_of_all_terms
-    v = add(x, y, exponents, floats, (negative, digits, c_exp), unit)
+    v = add(x, y, exponents, floats, (sign != 0, digits, c_exp), unit)
     return _round_exact_sum(_exact_or_special(v, special), unit.spec.accumulate, word)
 
 

@@ -214,7 +214,11 @@ def matmul_body(
             "symbolic length, here the last one; export the program for known lengths"
         )
     plan = MatmulPlan(spec, CARRIERS[a.dtype.name], a.shape[2], backend, trace)
-    zero = _zero_outputs(a, b)
+    # +0 for each output element, with the sharding and the varying axes of the product, behind a barrier because of the
+    # quirk `zero_plus_minus_zero` (`_core/xla/cpu.py`).
+    like = jnp.sum(a, 2)[:, :, None] + jnp.sum(b, 1)[:, None, :]
+    bits = lax.bitcast_convert_type(like, jnp.dtype(f"uint{8 * like.dtype.itemsize}"))
+    zero = lax.optimization_barrier(lax.bitcast_convert_type(bits & bits.dtype.type(0), like.dtype))
     if not plan.k:
         return jnp.zeros((0, *zero.shape), zero.dtype) if trace else zero
     scales, seeds = (more[:2], more[2:]) if spec.group else ((), more)
@@ -225,16 +229,6 @@ def matmul_body(
         x, y = zip((x, y), over, strict=True)
     with enable_x64_for(jnp.float64 if backend.float64 and spec.order.aligned else a.dtype):
         return _ORDER_BODIES[spec.order.kind](x, y, zero, plan, draw)
-
-
-def _zero_outputs(a: Array, b: Array) -> Array:
-    """+0 for each output element, with the sharding and the varying axes of the product.
-
-    There is a barrier because of the quirk `zero_plus_minus_zero` (`_core/xla/cpu.py`).
-    """
-    like = jnp.sum(a, 2)[:, :, None] + jnp.sum(b, 1)[:, None, :]
-    bits = lax.bitcast_convert_type(like, jnp.dtype(f"uint{8 * like.dtype.itemsize}"))
-    return lax.optimization_barrier(lax.bitcast_convert_type(bits & bits.dtype.type(0), like.dtype))
 
 
 def _output_index(zero: Array) -> Array:
@@ -379,13 +373,6 @@ def _blockwise_pairwise_sum(x: Array, y: Array, zero: Array, plan: MatmulPlan, d
     return _in_chunks(add_block, zero, x, y, length, plan.trace)
 
 
-def _factors_of_each_product(x: Any, y: Any) -> tuple[list, list]:
-    """The factors of each product of a block, from trees of arrays as `_outer_factors` gives them."""
-    count = jax.tree.leaves(x)[0].shape[0]
-    x_factors = [jax.tree.map(lambda v: v[i][:, :, None], x) for i in range(count)]  # noqa: B023
-    return x_factors, [jax.tree.map(lambda v: v[i][:, None, :], y) for i in range(count)]  # noqa: B023
-
-
 def _tensor_core_sum(x: Any, y: Any, zero: Array, plan: MatmulPlan, draw: WordSource | None) -> Array:
     """`x` and `y` are operands, or pairs of elements and the scales of each."""
     order = plan.spec.order
@@ -398,7 +385,10 @@ def _tensor_core_sum(x: Any, y: Any, zero: Array, plan: MatmulPlan, draw: WordSo
 
     def add_blocks(c: Array, x: Any, y: Any, first: StepIndex) -> Array:
         def add_block(c: Array, x: Any, y: Any, index: StepIndex) -> Array:
-            x, y = _factors_of_each_product(x, y)
+            # The factors of each product of a block, from trees of arrays as `_outer_factors` gives them.
+            count = jax.tree.leaves(x)[0].shape[0]
+            x_factors = [jax.tree.map(lambda v: v[i][:, :, None], x) for i in range(count)]  # noqa: B023
+            x, y = x_factors, [jax.tree.map(lambda v: v[i][:, None, :], y) for i in range(count)]  # noqa: B023
             if uses_float64:
                 return aligned.fused_add_doubles(c, x, y, unit)
             step = _add_to_step(index, first) if isinstance(first, int) else first + jnp.uint32(index)

@@ -157,7 +157,13 @@ def _level_table(fmt: CodebookFormat, carrier: Carrier) -> _LevelTable:
 def pick_level(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Array:
     """``choices[k]`` for values that have reached k of the thresholds."""
     if len(choices) > MOST_COMPARISONS:
-        return _search_level(value, thresholds, choices)
+        # `pick_level` by bins, or by bisection if the thresholds cannot be binned.
+        bins = make_bins(tuple(thresholds.tolist()))
+        if bins is None:
+            return _bisect_level(value, thresholds, choices)
+        index = take_in_bounds(jnp.asarray(bins.below), bins.place(value < 0, jnp.abs(value))).astype(jnp.int32)
+        reaches = value >= take_in_bounds(jnp.asarray(thresholds), index)
+        return take_in_bounds(jnp.asarray(choices), index + reaches)
     result = jnp.full_like(value, int(choices[0]))
     for least, choice in zip(thresholds, choices[1:], strict=True):
         result = bit_ops.lax_where(value >= int(least), jnp.full_like(value, int(choice)), result)
@@ -179,16 +185,6 @@ def pick_code(codes: Array, table: Sequence[int], bits: int) -> Array:
     is_set = [(codes & (1 << bit)) != 0 for bit in range(bits)]
     choice = pick(full, bits - 1)
     return jnp.full_like(codes, choice) if isinstance(choice, int) else choice
-
-
-def _search_level(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Array:
-    """`pick_level` by bins, or by bisection if the thresholds cannot be binned."""
-    bins = make_bins(tuple(thresholds.tolist()))
-    if bins is None:
-        return _bisect_level(value, thresholds, choices)
-    index = take_in_bounds(jnp.asarray(bins.below), bins.place(value < 0, jnp.abs(value))).astype(jnp.int32)
-    reaches = value >= take_in_bounds(jnp.asarray(thresholds), index)
-    return take_in_bounds(jnp.asarray(choices), index + reaches)
 
 
 def _bisect_level(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Array:

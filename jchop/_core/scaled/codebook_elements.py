@@ -257,7 +257,12 @@ def encode_codebook(x: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
         take_in_bounds(jnp.asarray(table.number), place),
         take_in_bounds(jnp.asarray(table.rest), place).astype(jnp.int32),
     )
-    difference = _threshold_difference(magnitude, number, rest >> _INDEX_BITS, significand, exponent)
+    # |X| 2^k - |T| S if it is less than 2^31: |x| - |t| s, in units of which T S is a multiple.
+    field = number >> FLOAT32.fraction & bit_ops.low_mask(8)
+    shift = exponent + jnp.maximum(magnitude >> FLOAT32.fraction, 1) - field
+    threshold = significand_of_extended(number, FLOAT32) << _CUT_BITS | (rest >> _INDEX_BITS)
+    # Only fraction bits of x remain: all others, also the leading bit, are shifted out.
+    difference = lax.shift_left(magnitude, shift) - threshold * significand
     side = bit_ops.lax_where(below, -difference, difference)
     above, others = (side > 0 if beyond else side >= 0 for beyond in table.strict)
     exact = above if table.strict[0] == table.strict[1] else bit_ops.lax_where(number > 0, above, others)
@@ -291,18 +296,6 @@ def _prepare_scales(bits: Array) -> tuple[Array, ...]:
 
 def _clear_sign_bit(word: Array) -> Array:
     return word & bit_ops.low_mask(FLOAT32.width - 1)
-
-
-def _threshold_difference(magnitude: Array, number: Array, low: Array, significand: Array, exponent: Array) -> Array:
-    """|X| 2^k - |T| S if it is less than 2^31: |x| - |t| s, in units of which T S is a multiple.
-
-    Otherwise k, the difference of the exponents, may have no meaning, and the result is not used.
-    """
-    field = number >> FLOAT32.fraction & bit_ops.low_mask(8)
-    shift = exponent + jnp.maximum(magnitude >> FLOAT32.fraction, 1) - field
-    threshold = significand_of_extended(number, FLOAT32) << _CUT_BITS | low
-    # Only fraction bits of x remain: all others, also the leading bit, are shifted out.
-    return lax.shift_left(magnitude, shift) - threshold * significand
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------

@@ -138,7 +138,12 @@ class Counts:
             _propagate_copies(op)
         places = [_count_operands(op) for op in ops]
         for op, own in zip(reversed(ops), reversed(places), strict=True):
-            _mark_count_reads(op, own)
+            # Notes how operands are read.
+            makes_counts = _makes_counts(op)
+            compares = not any(is_carrier_float(v.aval) for v in op.eqn.outvars) and op.place is None
+            for i, x in enumerate(op.operands):
+                x.counts |= makes_counts or i in own
+                x.other |= not (makes_counts or compares or i in own)
         self._keep(ops, places)
 
     def _flatten(
@@ -264,15 +269,6 @@ def _count_operands(op: _CountOp) -> list[int]:
 def _is_count(n: float, lengths: frozenset[int]) -> bool:
     whole = float(n).is_integer() and n >= 1
     return whole and (_UNKNOWN_LENGTH in lengths or any(int(n) + k in lengths for k in range(_DEGREES_OF_FREEDOM + 1)))
-
-
-def _mark_count_reads(op: _CountOp, places: Sequence[int]) -> None:
-    """Notes how operands are read."""
-    makes_counts = _makes_counts(op)
-    compares = not any(is_carrier_float(v.aval) for v in op.eqn.outvars) and op.place is None
-    for i, x in enumerate(op.operands):
-        x.counts |= makes_counts or i in places
-        x.other |= not (makes_counts or compares or i in places)
 
 
 def _makes_counts(op: _CountOp) -> bool:

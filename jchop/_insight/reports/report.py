@@ -504,7 +504,11 @@ def ranges(low: Any, batches: Iterable[Any], /, *, key: Array | None = None, max
             if rounds:
                 formats[str(spec)] = spec
                 groups.setdefault((home, name, str(spec), False), Measure()).add(measure)
-        backward = _backward_steps(program.plan)
+        backward = {
+            id(step)
+            for step, around in program.plan.walk_within()
+            if any("transpose(" in str(one.eqn.source_info.name_stack) for one in (*around, step))
+        }
         for step, _, source in walk_sources(program.plan, call):
             text = step_spec_text(step)
             if id(step) in run.measures and step.kind not in SILENT_KINDS:
@@ -519,15 +523,6 @@ def ranges(low: Any, batches: Iterable[Any], /, *, key: Array | None = None, max
     # The derivative of the loss by itself is 1, where the first of them reads it.
     scale = min(*(own for own, _ in derivatives), derivatives[0][1][1]) if derivatives else None
     return Ranges(rows, scale, (*dict.fromkeys(notes), *_loss_notes(rows, scale)))
-
-
-def _backward_steps(plan: Any) -> set[int]:
-    """The ids of the steps that reverse mode made."""
-    return {
-        id(step)
-        for step, around in plan.walk_within()
-        if any("transpose(" in str(one.eqn.source_info.name_stack) for one in (*around, step))
-    }
 
 
 def _ranges_row(source: str, text: str, name: str, backward: bool, measure: Measure, spec: Spec | None) -> RangesRow:

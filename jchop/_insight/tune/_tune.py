@@ -46,16 +46,6 @@ ERROR_METRICS: dict[str, Callable[[list[np.ndarray], list[np.ndarray]], float]] 
 }
 
 
-def check_finite_result(name: str, exact: Any) -> None:
-    """Refuses an input whose result in the carrier has no finite number: every error by name would be 0."""
-    numbers = _inexact_leaves(exact)
-    if not any(np.isfinite(x).any() for x in numbers):
-        kind = "finite" if numbers else "real"
-        raise ValueError(
-            f"{name}: the result of fun has no {kind} number, so it has no error; pass a function as metric"
-        )
-
-
 def error_by_metric(metric: str | ErrorMetric, low: Any, exact: Any) -> float:
     """The error by name, or by a function of both results; not finite becomes infinite.
 
@@ -328,7 +318,13 @@ def make_tuning_problem(
         site_of_step = plans.setdefault(id(program.plan.steps), site_of_step)
         exact = fun(*as_program_arguments(args))
         if not callable(metric):
-            check_finite_result(name, exact)
+            # Refuses an input whose result in the carrier has no finite number: every error by name would be 0.
+            numbers = _inexact_leaves(exact)
+            if not any(np.isfinite(x).any() for x in numbers):
+                kind = "finite" if numbers else "real"
+                raise ValueError(
+                    f"{name}: the result of fun has no {kind} number, so it has no error; pass a function as metric"
+                )
         cases.append(TuningCase(args, program, site_of_step, exact))
     assert all_sites is not None
     check(all_sites, "fun has no operation that rounds, so there is nothing to tune")
@@ -570,7 +566,27 @@ def tune(
     trial, errors, emulations = _emulate_cheapest(problem, search)
     held_errors = tuple(problem.emulation_errors(trial.assignment, held_out_cases)) if held_out_cases else ()
     name = _COST_UNITS[cost] if isinstance(cost, str) else getattr(cost, "__name__", "cost")
-    return _as_tuning(problem, search, trial, errors, held_errors, name, _tuning_notes(search, emulations, held_errors))
+    texts = [_choice_text(choice) for choice in problem.menu]
+    uniform = [search.trials.get((level,) * search.sites) for level in range(search.levels)]
+    trials = [run for run in uniform if run is not None]
+    finest = min(trials, key=lambda run: run.error).assignment[0] if trials else 0
+    feasible = [run for run in trials if run.error <= search.tolerance]
+    single = min(feasible, key=lambda run: (run.cost, run.error), default=None)
+    rows = []
+    for i, (site, level) in enumerate(zip(problem.sites, trial.assignment, strict=True)):
+        alone = search.trials.get(tuple(level if j == i else finest for j in range(search.sites)))
+        error = math.nan if alone is None else alone.error
+        bits = site.bits_in(problem.menu[level].spec)
+        rows.append(TunedSite(site.path, texts[level], bits, site.equations, site.results, error))
+    points = ((run.cost, run.error, tuple(texts[level] for level in run.assignment)) for run in search.front())
+    front = tuple(TuningPoint(*point) for point in points)
+    uniform_cost = None if single is None else (texts[single.assignment[0]], single.cost)
+    all_errors = search.tolerance, tuple(errors), tuple(held_errors)
+    costs, facts = (
+        (trial.cost, name, uniform_cost),
+        (len(search.trials), problem.has_program, _tuning_notes(search, emulations, held_errors)),
+    )
+    return Tuning(problem.rules(trial.assignment), tuple(rows), *all_errors, *costs, front, *facts)
 
 
 def _as_tuning_inputs(fun: Any, inputs: Any, held_out: Any) -> tuple[Any, list[Any], list[Any]]:
@@ -679,32 +695,3 @@ def _tuning_notes(search: AssignmentSearch, emulations: int, held_out_errors: Se
     if beyond:
         notes.append(f"beyond the tolerance: held_out {', '.join(map(str, beyond))}")
     return tuple(notes)
-
-
-def _as_tuning(
-    problem: TuningProblem,
-    search: AssignmentSearch,
-    trial: Trial,
-    errors: Sequence[float],
-    held_out_errors: Sequence[float],
-    name: str,
-    notes: tuple[str, ...],
-) -> Tuning:
-    texts = [_choice_text(choice) for choice in problem.menu]
-    uniform = [search.trials.get((level,) * search.sites) for level in range(search.levels)]
-    trials = [run for run in uniform if run is not None]
-    finest = min(trials, key=lambda run: run.error).assignment[0] if trials else 0
-    feasible = [run for run in trials if run.error <= search.tolerance]
-    single = min(feasible, key=lambda run: (run.cost, run.error), default=None)
-    rows = []
-    for i, (site, level) in enumerate(zip(problem.sites, trial.assignment, strict=True)):
-        alone = search.trials.get(tuple(level if j == i else finest for j in range(search.sites)))
-        error = math.nan if alone is None else alone.error
-        bits = site.bits_in(problem.menu[level].spec)
-        rows.append(TunedSite(site.path, texts[level], bits, site.equations, site.results, error))
-    points = ((run.cost, run.error, tuple(texts[level] for level in run.assignment)) for run in search.front())
-    front = tuple(TuningPoint(*point) for point in points)
-    uniform_cost = None if single is None else (texts[single.assignment[0]], single.cost)
-    all_errors = search.tolerance, tuple(errors), tuple(held_out_errors)
-    costs, facts = (trial.cost, name, uniform_cost), (len(search.trials), problem.has_program, notes)
-    return Tuning(problem.rules(trial.assignment), tuple(rows), *all_errors, *costs, front, *facts)
