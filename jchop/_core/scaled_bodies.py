@@ -262,6 +262,10 @@ def _narrow_products(products: Array, scales: BlockScales, plan: ScaledPlan) -> 
 ScaleArrays = Any
 
 
+#: Makes the random words of a view; None: nothing draws.
+_Words = Callable[[], Array | None]
+
+
 @dataclass(frozen=True)
 class _GroupScales:
     """The scales of groups and their zero points, on a view.
@@ -428,12 +432,7 @@ def _unpack_view(code_bytes: Array, groups: Groups, bits: int) -> Array:
 
 
 def _fit_groups(
-    x: Array,
-    view: Array,
-    groups: Groups,
-    plan: ScaledPlan,
-    words: Callable[[], Array | None] = lambda: None,
-    stores: bool = False,
+    x: Array, view: Array, groups: Groups, plan: ScaledPlan, words: _Words = lambda: None, stores: bool = False
 ) -> _GroupScales:
     """Scales and zero points of the groups of `x`, computed once for each group.
 

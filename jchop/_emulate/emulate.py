@@ -20,7 +20,7 @@ from jchop._emulate import paired
 from jchop._emulate.rules.interpret import EmulationRunner
 from jchop._emulate.rules.rules import Settings, make_settings
 from jchop._emulate.rules.run_task import round_with_draw
-from jchop._emulate.rules.trace import EmulatedProgram, ProgramCache, has_codes, trace_program
+from jchop._emulate.rules.trace import EmulatedProgram, ProgramCache, ProgramEntry, has_codes, trace_program
 from jchop._program.control import as_jax_value, with_weak_types
 from jchop._program.run import interpret
 from jchop._program.step import Seeds, user_line
@@ -347,9 +347,7 @@ def _run_until_event(
     return [low for low, _ in results]
 
 
-def round_on_entry(
-    program: EmulatedProgram, spec: Spec | None, seeds: Seeds | None
-) -> tuple[list[Any], list[Any], Seeds | None]:
+def round_on_entry(program: EmulatedProgram, spec: Spec | None, seeds: Seeds | None) -> ProgramEntry:
     """The rounded arguments and constants, and the seeds of the operations."""
     entry, inside = (None, None) if seeds is None else (seeds.turn(0), seeds.turn(1))
     count = len(program.values)

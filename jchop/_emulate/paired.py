@@ -29,7 +29,7 @@ from jchop._emulate.rules.rules import (
     spec_of_fact,
 )
 from jchop._emulate.rules.run_task import EmulatedStep
-from jchop._emulate.rules.trace import EmulatedProgram, is_program_variable
+from jchop._emulate.rules.trace import EmulatedProgram, ProgramEntry, is_program_variable
 from jchop._program import lanes
 from jchop._program.control import as_jax_value, copy_if_reference, turns_around, where_active
 from jchop._program.run import interpret
@@ -347,6 +347,8 @@ def make_reference(reference: SpecLike | None) -> CarrierReference:
 #: A value of the emulated program, and the reference's value for it.
 ValuePair = tuple[Any, Any]
 LaneSeeds = Sequence[Seeds | None]
+#: A step, the number of its runs, and its line of source.
+SourcedStep = tuple[EmulatedStep, int, str]
 #: The kinds of equations that round nothing.
 SILENT_KINDS = frozenset({"structural", "extremum", "untouched", "compared", "control", "own"})
 #: The kinds of equations whose results depend only on the operands at the same index.
@@ -403,11 +405,7 @@ class PairedRun(lanes.LaneRunner):
         return lanes.broadcast_to_shards(value, self.axes), lanes.broadcast_to_shards(wide, self.axes)
 
     def whole(
-        self,
-        program: EmulatedProgram,
-        spec: Spec | None,
-        entry: tuple[list[Any], list[Any], Seeds | None],
-        names: Sequence[str],
+        self, program: EmulatedProgram, spec: Spec | None, entry: ProgramEntry, names: Sequence[str]
     ) -> list[ValuePair]:
         """The results of a program, given its arguments and constants as `spec` rounds them on entry, and its seeds."""
         values, constants, seeds = entry
@@ -489,9 +487,7 @@ class PairedRun(lanes.LaneRunner):
             if measure.overflows or measure.underflows:
                 yield i, low[i], measure
 
-    def with_literal_steps(
-        self, steps: Iterable[tuple[EmulatedStep, int, str]]
-    ) -> Iterator[tuple[EmulatedStep, int, str]]:
+    def with_literal_steps(self, steps: Iterable[SourcedStep]) -> Iterator[SourcedStep]:
         """The steps of `walk_sources`, each after the rounding of its literals."""
         for step, times, source in steps:
             if id(step) in self.literal_steps:
@@ -578,7 +574,7 @@ def step_spec_text(step: EmulatedStep) -> str:
     return "wide" if step.choice.wide else "carrier" if in_carrier else str(step.choice.spec)
 
 
-def walk_sources(plan: ProgramPlan, outer: str) -> Iterator[tuple[EmulatedStep, int, str]]:
+def walk_sources(plan: ProgramPlan, outer: str) -> Iterator[SourcedStep]:
     """The steps, the number of their runs, and their sources; `outer` is the source of the enclosing call."""
     sources: dict[int, str] = {}
     for step, around in plan.walk_within():

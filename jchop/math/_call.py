@@ -29,7 +29,7 @@ from jchop._spec.spec import Gradient, Spec, SpecLike, as_spec
 from jchop.formats.rounding import Rounding
 
 #: Axes; None means all.
-AxisArgument = int | Sequence[int] | None
+Axes = int | Sequence[int] | None
 #: The same, counted from 0.
 AxisIndices = tuple[int, ...]
 
@@ -188,16 +188,11 @@ def as_sum_spec(value: Any) -> MatmulSpec:
 
 
 def run_sums(
-    function: Callable[..., Any],
-    spec: MatmulSpec,
-    arrays: Sequence[Any],
-    key: Any,
-    rounds_more: str = "",
-    **options: Any,
+    function: Callable[..., Any], spec: MatmulSpec, arrays: Sequence[Any], key: Any, more: str = "", **options: Any
 ) -> Any:
-    """`run_emulated` of a function with sums, checked; it also rounds other results as the fields `rounds_more` say."""
+    """`run_emulated` of a function with sums, checked; it also rounds other results as the fields `more` say."""
     check_matmul(spec, arrays[0].dtype)
-    for name in rounds_more.split():
+    for name in more.split():
         check_operation(getattr(spec, name), arrays[0].dtype, name)
     return run_emulated(function, spec, arrays, key, **options)
 

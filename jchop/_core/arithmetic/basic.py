@@ -463,20 +463,13 @@ def add_and_round(
 
 
 def multiply_add_and_round(
-    x: Array,
-    y: Array,
-    z: Array,
-    spec: Spec | None,
-    carrier: Carrier,
-    word: Array | None,
-    xr: ValueRange,
-    yr: ValueRange,
-    zr: ValueRange,
+    x: Array, y: Array, z: Array, spec: Spec | None, carrier: Carrier, word: Array | None, *ranges: ValueRange
 ) -> Array:
     """`x * y + z`, its exact value rounded once; arguments as for `multiply_and_round`.
 
     Zeros are as in `add_and_round`.
     """
+    xr, yr, zr = ranges
     product = product_range(xr, yr)
     if _product_is_exact(xr, yr, carrier) and product.top <= carrier.bias + 1:
         return add_and_round(x * y, z, spec, carrier, word, product, zr)

@@ -391,10 +391,7 @@ def _tan(x: Argument) -> FunctionValue:
 
 
 def angle_of(
-    y: FloatPair,
-    x: FloatPair,
-    negative_x: Array | None = None,
-    divide: Callable[[FloatPair, FloatPair], FloatPair] = operator.truediv,
+    y: FloatPair, x: FloatPair, negative_x: Array | None = None, divide: Callable[..., FloatPair] = operator.truediv
 ) -> FloatPair:
     """The angle in [0, π/2] of a point with nonnegative coordinates: arctan(c) + arctan(t).
 

@@ -229,6 +229,9 @@ def _power_or_zero(exponent: Array) -> Array:
 # -- integers of two limbs ---------------------------------------------------------------------------------------------
 
 _Limbs = tuple[Array, Array]
+_Factors = Sequence[LimbFactors]
+#: Whether c is negative, its significand as an integer, and its exponent.
+_Accumulator = tuple[Array, Array, Array]
 
 
 def _carry_limbs(high: Array, low: Array) -> _Limbs:
@@ -253,12 +256,7 @@ def _add_limbs(parts: Sequence[_Limbs]) -> _Limbs:
 
 
 def _limbs_of_products(
-    x: Sequence[LimbFactors],
-    y: Sequence[LimbFactors],
-    exponents: list[Array],
-    largest: Array,
-    unit: TensorCoreUnit,
-    floats: list[Array],
+    x: _Factors, y: _Factors, exponents: list[Array], largest: Array, unit: TensorCoreUnit, floats: list[Array]
 ) -> _Limbs:
     """The sum of the products, cut to multiples of 2^(M - F), in two limbs."""
     if not unit.exact_floats:
@@ -315,9 +313,7 @@ def _negate_limbs_if(negative: Array, high: Array, low: Array) -> _Limbs:
 # -- the step ----------------------------------------------------------------------------------------------------------
 
 
-def fused_add_limbs(
-    c: Array, x: Sequence[LimbFactors], y: Sequence[LimbFactors], unit: TensorCoreUnit, word: Array | None
-) -> Array:
+def fused_add_limbs(c: Array, x: _Factors, y: _Factors, unit: TensorCoreUnit, word: Array | None) -> Array:
     """A(t(c) + the sum of t(x_i y_i)), elementwise.
 
     Args:
@@ -341,16 +337,8 @@ def fused_add_limbs(
     return _round_exact_sum(_exact_or_special(v, special), unit.spec.accumulate, word)
 
 
-_Accumulator = tuple[Array, Array, Array]
-
-
 def _exact_sum_of_all_terms(
-    x: Sequence[LimbFactors],
-    y: Sequence[LimbFactors],
-    exponents: list[Array],
-    floats: list[Array],
-    c: _Accumulator,
-    unit: TensorCoreUnit,
+    x: _Factors, y: _Factors, exponents: list[Array], floats: list[Array], c: _Accumulator, unit: TensorCoreUnit
 ) -> exact.ExactResult:
     negative, digits, c_exp = c
     largest = reduce(jnp.maximum, exponents, _exponent_of_sum(digits, c_exp, unit))
@@ -374,12 +362,7 @@ def _exact_sum_of_all_terms(
 
 
 def _exact_sum_of_products_first(
-    x: Sequence[LimbFactors],
-    y: Sequence[LimbFactors],
-    exponents: list[Array],
-    floats: list[Array],
-    c: _Accumulator,
-    unit: TensorCoreUnit,
+    x: _Factors, y: _Factors, exponents: list[Array], floats: list[Array], c: _Accumulator, unit: TensorCoreUnit
 ) -> exact.ExactResult:
     negative, digits, c_exp = c
     parts = []

@@ -99,9 +99,22 @@ def round_products(x: Array, y: Array, plan: MatmulPlan, draw: WordSource | None
     return multiply_and_round(x, y, spec, plan.carrier, word, plan.operand, plan.operand)
 
 
-def accumulate_product(c: Array, p: Array, plan: MatmulPlan, draw: WordSource | None, step: StepIndex) -> Array:
-    """A(c + p) of a sum `c` and a product `p`."""
-    return _round_tile_sum(c, p, plan, draw, step, plan.accumulator, plan.product)
+def _rounded_sum(first: str, second: str) -> Callable[..., Array]:
+    """The function A(x + y) of terms whose ranges are two fields of the plan."""
+
+    def add(x: Array, y: Array, plan: MatmulPlan, draw: WordSource | None, step: StepIndex) -> Array:
+        spec, ranges = plan.spec.accumulate, (getattr(plan, first), getattr(plan, second))
+        return add_and_round(x, y, spec, plan.carrier, _step_word(spec, draw, "accumulate", step), *ranges)
+
+    return add
+
+
+#: A sum and a product; two sums, of which the second is of a block, or of a part in pairwise order; two products, the
+#: lowest sums of pairwise order; a sum and the carrier's dot of a block.
+accumulate_product = _rounded_sum("accumulator", "product")
+combine_sums = _rounded_sum("accumulator", "accumulator")
+add_products = _rounded_sum("product", "product")
+add_dot = _rounded_sum("accumulator", "dot")
 
 
 def multiply_accumulate(
@@ -116,46 +129,14 @@ def multiply_accumulate(
     return multiply_add_and_round(x, y, c, spec, plan.carrier, word, plan.operand, plan.operand, plan.accumulator)
 
 
-def combine_sums(c: Array, d: Array, plan: MatmulPlan, draw: WordSource | None, step: StepIndex) -> Array:
-    """A(c + d) of two sums; `d` is the sum of a block, or of a part in pairwise order."""
-    return _round_tile_sum(c, d, plan, draw, step, plan.accumulator, plan.accumulator)
-
-
-def add_products(p: Array, q: Array, plan: MatmulPlan, draw: WordSource | None, step: StepIndex) -> Array:
-    """A(p + q) of two products: the lowest sums of pairwise order."""
-    return _round_tile_sum(p, q, plan, draw, step, plan.product, plan.product)
-
-
-def add_dot(c: Array, d: Array, plan: MatmulPlan, draw: WordSource | None, step: StepIndex) -> Array:
-    """A(c + d) of a sum `c` and the carrier's dot `d` of a block."""
-    return _round_tile_sum(c, d, plan, draw, step, plan.accumulator, plan.dot)
-
-
 def round_single_product(p: Array, plan: MatmulPlan, draw: WordSource | None, step: StepIndex) -> Array:
     """A(p): the pairwise sum of one product."""
     spec = plan.spec.accumulate
     return p if spec is None else round_to_spec(p, spec, plan.carrier, _step_word(spec, draw, "accumulate", step))
 
 
-def _round_tile_sum(
-    x: Array,
-    y: Array,
-    plan: MatmulPlan,
-    draw: WordSource | None,
-    step: StepIndex,
-    x_range: ValueRange,
-    y_range: ValueRange,
-) -> Array:
-    spec = plan.spec.accumulate
-    word = _step_word(spec, draw, "accumulate", step)
-    return add_and_round(x, y, spec, plan.carrier, word, x_range, y_range)
-
-
 def _step_word(spec: Spec | None, draw: WordSource | None, stream: str, step: StepIndex) -> Array | None:
-    if not spec_draws(spec):
-        return None
-    assert draw is not None
-    return draw(stream, step)
+    return draw(stream, step) if draw is not None and spec_draws(spec) else None
 
 
 # -- random words ------------------------------------------------------------------------------------------------------

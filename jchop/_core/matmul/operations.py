@@ -32,14 +32,12 @@ from jchop._spec.spec import Spec, as_spec
 from jchop.formats import FloatFormat
 from jchop.formats.rounding import Overflow, Rounding
 
+#: The ranges of operands; none: those of the format.
+Ranges = Sequence[exact.ValueRange]
+
 
 def round_operation(
-    name: str,
-    args: Sequence[Array],
-    spec: Spec | None,
-    word: Array | None = None,
-    *,
-    ranges: Sequence[exact.ValueRange] = (),
+    name: str, args: Sequence[Array], spec: Spec | None, word: Array | None = None, *, ranges: Ranges = ()
 ) -> Array:
     """The operation `name`, its exact result rounded once under `spec`.
 

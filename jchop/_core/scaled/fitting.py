@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from types import MappingProxyType
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -179,17 +178,13 @@ def _complement_of_share(share: Array, sticky: Array) -> Array:
 
 
 def _quotient_of_difference(
-    x: Array,
-    y: Array,
-    divisor: Divisor,
-    carrier: Carrier,
-    stage: Callable[[Any], Any] = lambda values: values,
-    rest_bits: int | None = None,
+    x: Array, y: Array, divisor: Divisor, carrier: Carrier, barriers: bool = False, rest_bits: int = 0
 ) -> tuple[ExactResult, Array]:
-    """(x - y) / d of finite numbers, exactly, and whether x is not y; the values of each stage pass through `stage`.
+    """(x - y) / d of finite numbers, exactly, and whether x is not y; with barriers after each stage on request.
 
     The rest of the quotient has `rest_bits` bits, by default the bits of a word, and a sticky bit.
     """
+    stage = lax.optimization_barrier if barriers else lambda values: values
     (xs, xm), (ys, ym) = bit_ops.split_sign(x, carrier), bit_ops.split_sign(y, carrier)
     a = double_word.double_word_of(xs, *double_word.normalize_magnitude(xm, carrier), carrier)
     b = double_word.double_word_of(ys ^ carrier.sign_bit, *double_word.normalize_magnitude(ym, carrier), carrier)
@@ -294,7 +289,7 @@ def _scales_of_ranges(low: Array, high: Array, plan: ScaledPlan) -> tuple[BlockS
     compute, fmt = plan.compute, _integer_format(plan)
     width = jnp.full_like(low, float(fmt.max_code - fmt.min_code))
     divisor = divisor_of(bit_ops.split_sign(width, compute)[1], compute)
-    v, some = _quotient_of_difference(high, low, divisor, compute, lax.optimization_barrier, rest_bits=2)
+    v, some = _quotient_of_difference(high, low, divisor, compute, barriers=True, rest_bits=2)
     quotient = bit_ops.split_sign(round_exact(v, scale_rounding(plan), compute, None), compute)[1]
     return BlockScales(clamp_scale(quotient, ~some, plan)[0]), some
 

@@ -26,8 +26,7 @@ from jchop._emulate.paired import as_double_precision
 from jchop._emulate.rules.interpret import EagerRunner
 from jchop._emulate.rules.plan import EmulationPlanner
 from jchop._emulate.rules.rules import WIDE, Place, Settings, is_number
-from jchop._emulate.rules.run_task import EmulatedStep
-from jchop._emulate.rules.trace import EmulatedProgram, trace_program
+from jchop._emulate.rules.trace import EmulatedProgram, ProgramEntry, trace_program
 from jchop._insight.reports.report import PlacedRow, emulated_call, refuse_tracers
 from jchop._insight.reports.tape import ErrorShare, Tape
 from jchop._program.control import as_jax_value, copy_if_reference
@@ -196,9 +195,7 @@ class Part:
         self.equations += other.equations
 
 
-def steps_by_source(
-    low: EmulatedFunction, program: EmulatedProgram, call: str
-) -> tuple[list[tuple[EmulatedStep, int, str]], str]:
+def steps_by_source(low: EmulatedFunction, program: EmulatedProgram, call: str) -> tuple[list[paired.SourcedStep], str]:
     """The steps, the number of their runs and their sources; and the first line of the function.
 
     The first line is also the source of a constant result, because `emulate` makes its equation in the call.
@@ -209,11 +206,7 @@ def steps_by_source(
 
 
 def parts_of(
-    program: EmulatedProgram,
-    spec: Spec | None,
-    names: Sequence[str],
-    steps: Iterable[tuple[EmulatedStep, int, str]],
-    first: str,
+    program: EmulatedProgram, spec: Spec | None, names: Sequence[str], steps: Iterable[paired.SourcedStep], first: str
 ) -> dict[RowKey, Part]:
     """The parts that round, by the rows of a blame."""
     parts: dict[RowKey, Part] = {}
@@ -253,7 +246,7 @@ class WideRuns:
 
     low: EmulatedFunction
     program: EmulatedProgram
-    entry: tuple[list[Any], list[Any], Seeds | None]
+    entry: ProgramEntry
     output: Callable[[Any], Any] | None
     max_turns: int
     stops: bool
@@ -526,7 +519,7 @@ def _blame_notes(diverges: bool, error: float, value: float, rest: float, rows: 
 
 
 def _run_tape(
-    program: EmulatedProgram, tape: Tape, names: Sequence[str], entry: tuple[list[Any], list[Any], Seeds | None]
+    program: EmulatedProgram, tape: Tape, names: Sequence[str], entry: ProgramEntry
 ) -> list[paired.ValuePair]:
     values, constants, inner_seeds = entry
     all_values = (*program.values, *program.plan.consts)
@@ -538,7 +531,7 @@ def _run_tape(
     return interpret(tape, program.plan, [inner_seeds], pairs[: len(values)], pairs[len(values) :])
 
 
-def _check_loop_turns(program: EmulatedProgram, entry: tuple[list[Any], list[Any], Seeds | None]) -> None:
+def _check_loop_turns(program: EmulatedProgram, entry: ProgramEntry) -> None:
     """Refuses loops of too many turns, by a run of the emulated program alone, which is much faster."""
     values, constants, inner_seeds = entry
     _, messages = run_limited(program.plan, inner_seeds, values, constants, MOST_TURNS)
@@ -614,10 +607,10 @@ def _not_finite_error(*output: Any) -> ValueError:
 
 
 def _shares_by_place(
-    steps: Iterable[tuple[EmulatedStep, int, str]], shares: dict[Any, ErrorShare]
-) -> dict[tuple[str, str, str, str], list[ErrorShare]]:
+    steps: Iterable[paired.SourcedStep], shares: dict[Any, ErrorShare]
+) -> dict[RowKey, list[ErrorShare]]:
     """The shares of the steps of each scope, name, rounding and line of source."""
-    groups: dict[tuple[str, str, str, str], list[ErrorShare]] = {}
+    groups: dict[RowKey, list[ErrorShare]] = {}
     for step, _, source in steps:
         if id(step) in shares:
             moves = step.kind in paired.SILENT_KINDS and not is_foreign_primitive(step)  # which round nothing else

@@ -26,6 +26,7 @@ from jchop._emulate.paired import (
     Event,
     Measure,
     PairedRun,
+    SourcedStep,
     StopEventError,
     argument_names,
     as_double_precision,
@@ -309,14 +310,14 @@ def report(
     return Report(rows, True, paired_run.reference.text, stop_text, notes)
 
 
-def _report_notes(steps: Sequence[tuple[EmulatedStep, int, str]], paired_run: PairedRun) -> Iterator[str]:
+def _report_notes(steps: Sequence[SourcedStep], paired_run: PairedRun) -> Iterator[str]:
     if any(step.name == "while" for step, _, _ in steps):
         yield f"while loops make at most {paired_run.max_turns} turns in this report (max_turns)"
     if paired_run.reference.narrow:
         yield f"the reference is the carrier's for: {', '.join(sorted(paired_run.reference.narrow))}"
 
 
-def _carrier_notes(steps: Sequence[tuple[EmulatedStep, int, str]]) -> Iterator[str]:
+def _carrier_notes(steps: Sequence[SourcedStep]) -> Iterator[str]:
     """A sentence about the operations that rules and `unknown` leave in the carrier."""
     unrounded = [step for step, _, _ in steps if step.kind not in SILENT_KINDS and step_spec_text(step) == "carrier"]
     if unrounded:
@@ -324,7 +325,7 @@ def _carrier_notes(steps: Sequence[tuple[EmulatedStep, int, str]]) -> Iterator[s
         yield f"left in the carrier: {', '.join(f'{name} ({n})' for name, n in counts.items())}"
 
 
-def _report_rows(steps: Iterable[tuple[EmulatedStep, int, str]], measures: dict[int, Measure]) -> Iterator[ReportRow]:
+def _report_rows(steps: Iterable[SourcedStep], measures: dict[int, Measure]) -> Iterator[ReportRow]:
     groups: dict[tuple[str, str, str, str, str], list[tuple[EmulatedStep, int]]] = {}
     for step, times, source in steps:
         if step.kind in SILENT_KINDS and id(step) not in measures:
