@@ -20,8 +20,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jchop._common import bit_ops
-from jchop._common.bit_ops import FLOAT32
+from jchop._common.bit_ops import FLOAT32, join_sign, lax_clip, split_sign
 from jchop._core.rounding.codes import (
     bits_to_float,
     decode_elements,
@@ -449,7 +448,7 @@ def _fit_groups(
     elif plan.rule.fit in fitting.SCALE_FITS:
         scales = fitting.SCALE_FITS[plan.rule.fit](view, groups.axes, plan, tensor)
     elif plan.rule.fit == "levels":
-        largest = largest_finite_magnitude(bit_ops.split_sign(view, plan.compute)[1], groups.axes, plan)
+        largest = largest_finite_magnitude(split_sign(view, plan.compute)[1], groups.axes, plan)
         scales = BlockScales(groups.expand(fit_levels(groups.squeeze(largest), plan)))
     else:
         scales = choose_scales(view, groups.axes, plan, tensor, stores)
@@ -497,7 +496,7 @@ def _load_block_scales(parts: ScaleArrays, groups: Groups, plan: ScaledPlan) -> 
     if plan.of_scales is not None:
         scales = dequantize_body(*parts, plan=plan.of_scales, shape=groups.counts)
         bits = float_to_bits(scales)
-        finite = bit_ops.lax_clip(bits, 1, FLOAT32.inf - 1)  # the largest may round up beyond the ends
+        finite = lax_clip(bits, 1, FLOAT32.inf - 1)  # the largest may round up beyond the ends
         parts = bits_to_float(finite)
     if plan.rule.tensor_scale:
         parts, whole = parts
@@ -513,9 +512,9 @@ def _quantize_scales(scales: Array, plan: ScaledPlan) -> tuple[Array, ...]:
     group_scales = _fit_groups(scales, view, groups, plan)
     if group_scales.zero is None:
         values = elements.round_block_quotients(view, group_scales.scales, plan, None)
-        sign, magnitude = bit_ops.split_sign(values, plan.compute)
+        sign, magnitude = split_sign(values, plan.compute)
         smallest = plan.compute.toward_zero(Fraction(plan.element.format.smallest or 0))[0]
-        values = bit_ops.join_sign(sign, jnp.maximum(magnitude, smallest), plan.compute)
+        values = join_sign(sign, jnp.maximum(magnitude, smallest), plan.compute)
         codes = encode_elements(values, plan.element.format, plan.compute)
     else:
         codes = grid_elements.encode_integers(

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jchop._common import bit_ops
-from jchop._common.bit_ops import CARRIERS, enable_x64_for
+from jchop._common.bit_ops import CARRIERS, enable_x64_for, split_sign
 from jchop._common.checks import check, check_choice, check_float
 from jchop._common.gradients import CustomJvp
 from jchop._common.settings import always_jit
@@ -147,7 +146,7 @@ def _flip_jvp(fmt: ElementFormat, where: str, primals: tuple, tangents: tuple) -
 def _may_flip(x: Array, fmt: ElementFormat, where: str) -> Array:
     """Which elements of `x` have a code with bits that may flip; tested on bits, as subnormals may be read as zero."""
     carrier = CARRIERS[x.dtype.name]
-    _, magnitude = bit_ops.split_sign(x, carrier)
+    _, magnitude = split_sign(x, carrier)
     may = magnitude < carrier.inf
     if where == "code":
         return may | ((magnitude == carrier.inf) & fmt.has_inf) | ((magnitude > carrier.inf) & fmt.has_nan)

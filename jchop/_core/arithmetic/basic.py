@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jchop._common import bit_ops
-from jchop._common.bit_ops import FLOAT32, FLOAT64, Carrier
+from jchop._common.bit_ops import FLOAT32, FLOAT64, Carrier, join_sign, lax_where, low_mask, split_sign
 from jchop._core.arithmetic import double_word
 from jchop._core.arithmetic.exact import (
     ExactResult,
@@ -60,7 +59,7 @@ def round_by_adding(x: Array, spec: Spec, carrier: Carrier) -> Array:
     fmt = spec.format
     assert isinstance(fmt, FloatFormat)
     int_type, fraction = carrier.work.type, carrier.fraction
-    sign, magnitude = bit_ops.split_sign(x, carrier)
+    sign, magnitude = split_sign(x, carrier)
     # The exponent of infinities and NaN wraps to the exponent of a small number, which changes neither.
     exponent = jnp.maximum(magnitude & int_type(carrier.inf), int_type((fmt.emin + carrier.bias) << fraction))
     power = _bits_to_float_like(exponent + int_type((fraction - fmt.frac_bits) << fraction), x)
@@ -68,8 +67,8 @@ def round_by_adding(x: Array, spec: Spec, carrier: Carrier) -> Array:
     largest = np.dtype(carrier.name).type(fmt.max)
     saturates = spec.overflow is Overflow.SATURATE or fmt.saturates
     overflow_value = largest if saturates else np.inf if fmt.has_inf else np.nan
-    value = bit_ops.lax_where(value > largest, x.dtype.type(overflow_value), value)
-    return bit_ops.join_sign(sign, lax.bitcast_convert_type(value, carrier.work), carrier)
+    value = lax_where(value > largest, x.dtype.type(overflow_value), value)
+    return join_sign(sign, lax.bitcast_convert_type(value, carrier.work), carrier)
 
 
 def _bits_to_float_like(bits: Array, like: Array) -> Array:
@@ -123,8 +122,8 @@ def _error_in_parts(error: Array, magnitude: Array, below: Array, spec: Spec, ca
     below = jnp.maximum(below, min_field << carrier.fraction) & carrier.inf
     bits = ((surplus - min_field + 2 * carrier.bias) << carrier.fraction) - (below - (min_field << carrier.fraction))
     many = error * lax.bitcast_convert_type(bits, error.dtype)
-    many = bit_ops.lax_where(error < 0, jnp.minimum(many, error.dtype.type(-0.5)), many)  # also an error that vanished
-    return bit_ops.lax_where(magnitude < carrier.inf, many, error.dtype.type(0))
+    many = lax_where(error < 0, jnp.minimum(many, error.dtype.type(-0.5)), many)  # also an error that vanished
+    return lax_where(magnitude < carrier.inf, many, error.dtype.type(0))
 
 
 def round_with_error(
@@ -155,7 +154,7 @@ def round_with_error(
     """
     assert isinstance(spec.format, FloatFormat)
     drop = _drop_count(spec.format, carrier)
-    mask = bit_ops.low_mask(drop)
+    mask = low_mask(drop)
     carries = (spec.rounding in NEAREST_MODES or spec.rounding.stochastic) and spec.overflow is Overflow.IEEE
     carries = carries and spec.format.has_inf and make_grid(spec.format, carrier).top_bits == (carrier.inf - 1) & ~mask
     bits = jnp.minimum(bits, carrier.nan - (not carries))  # a NaN with more bits could overflow by the carry
@@ -172,12 +171,10 @@ def round_with_error(
         rounded_bits = (bits + ROUNDING_ADDENDS[spec.rounding](cut)) & ~mask
     if carries:  # the carry out of the largest value is infinity
         if may_exceed_infinity:
-            rounded_bits = bit_ops.lax_where(
-                magnitude < carrier.inf, jnp.minimum(rounded_bits, carrier.inf), rounded_bits
-            )
-        return bit_ops.join_sign(sign, rounded_bits, carrier)
+            rounded_bits = lax_where(magnitude < carrier.inf, jnp.minimum(rounded_bits, carrier.inf), rounded_bits)
+        return join_sign(sign, rounded_bits, carrier)
     clipped_bits = apply_overflow(magnitude, rounded_bits, sign != 0, spec, make_grid(spec.format, carrier))
-    return bit_ops.join_sign(sign, bit_ops.lax_where(magnitude > carrier.inf, magnitude, clipped_bits), carrier)
+    return join_sign(sign, lax_where(magnitude > carrier.inf, magnitude, clipped_bits), carrier)
 
 
 def _add_error_and_word(
@@ -259,38 +256,34 @@ def add_by_scaling(x: Array, y: Array, spec: Spec | None, word: Array | None, xr
     """`x + y`, its exact value rounded once; a sum that is exactly zero is +0, or -0 under `Rounding.DOWN`."""
     if spec is not None and not _hardware_rounds_right(spec, xr, yr):
         return _add_with_error(x, y, spec, word)
-    (xs, xm), (ys, ym) = bit_ops.split_sign(x, FLOAT32), bit_ops.split_sign(y, FLOAT32)
+    (xs, xm), (ys, ym) = split_sign(x, FLOAT32), split_sign(y, FLOAT32)
     is_small = jnp.maximum(xm, ym) < _SMALL_TERM
     scale = _scale_where(is_small, _SUM_UP)
     a, b = (_join_sign(s, _scale_up(m + scale.shift, scale)) for s, m in ((xs, xm), (ys, ym)))
-    sign, magnitude = bit_ops.split_sign(a + b, FLOAT32)
+    sign, magnitude = split_sign(a + b, FLOAT32)
     bits = _scale_down(magnitude, scale.least) - scale.shift
     if spec is None:
-        return bit_ops.join_sign(sign, bits, FLOAT32)
+        return join_sign(sign, bits, FLOAT32)
     return round_with_error(sign, magnitude, bits, None, spec, FLOAT32, word)
 
 
 def _add_with_error(x: Array, y: Array, spec: Spec, word: Array | None) -> Array:
     """`x + y` by Fast2Sum of the larger magnitude and the smaller one, which is negative if the signs differ."""
-    (_, xm), (_, ym) = bit_ops.split_sign(x, FLOAT32), bit_ops.split_sign(y, FLOAT32)
+    (_, xm), (_, ym) = split_sign(x, FLOAT32), split_sign(y, FLOAT32)
     xb, yb = float_to_bits(x), float_to_bits(y)
     larger, smaller = jnp.maximum(xm, ym), jnp.minimum(xm, ym)
     is_small = larger < _SMALL_TERM
     scale = _scale_where(is_small, _SUM_UP)
-    shift = bit_ops.lax_where(
-        is_small, scale.shift, bit_ops.lax_where(larger < FLOAT32.inf, np.int32(-_SMALLEST_NORMAL), np.int32(0))
-    )
+    shift = lax_where(is_small, scale.shift, lax_where(larger < FLOAT32.inf, np.int32(-_SMALLEST_NORMAL), np.int32(0)))
     a = _scale_up(larger + shift, scale)
     b = _scale_up(jnp.maximum(smaller + shift, _SMALLEST_NORMAL), scale)  # every term but zero stays a normal number
-    b = _join_sign((xb ^ yb) & FLOAT32.sign_bit, bit_ops.lax_where(smaller == 0, np.float32(0), b))
+    b = _join_sign((xb ^ yb) & FLOAT32.sign_bit, lax_where(smaller == 0, np.float32(0), b))
     total = a + b
     error = b - (total - a)  # NaN beside infinities
     is_zero = total == 0
-    sign = bit_ops.lax_where(
-        is_zero, xb | yb if spec.rounding is Rounding.DOWN else xb & yb, bit_ops.lax_where(xm > ym, xb, yb)
-    )
+    sign = lax_where(is_zero, xb | yb if spec.rounding is Rounding.DOWN else xb & yb, lax_where(xm > ym, xb, yb))
     magnitude = float_to_bits(total)
-    bits = bit_ops.lax_where(is_zero, 0, _scale_down(magnitude, scale.least) - shift)
+    bits = lax_where(is_zero, 0, _scale_down(magnitude, scale.least) - shift)
     error, binade = error_of_sum(error, magnitude, spec, FLOAT32)
     return round_with_error(
         sign & FLOAT32.sign_bit, magnitude, bits, error, spec, FLOAT32, word, binade, may_exceed_infinity=True
@@ -299,7 +292,7 @@ def _add_with_error(x: Array, y: Array, spec: Spec, word: Array | None) -> Array
 
 def multiply_by_scaling(x: Array, y: Array, spec: Spec | None, word: Array | None) -> Array:
     """`x * y`, its exact value rounded once; see `supports_scaling_product`."""
-    (xs, xm), (ys, ym) = bit_ops.split_sign(x, FLOAT32), bit_ops.split_sign(y, FLOAT32)
+    (xs, xm), (ys, ym) = split_sign(x, FLOAT32), split_sign(y, FLOAT32)
     smaller, larger = jnp.minimum(xm, ym), jnp.maximum(xm, ym)
     is_small = smaller < _SMALL_FACTOR
     scale = _scale_where(is_small, _PRODUCT_UP)
@@ -307,30 +300,30 @@ def multiply_by_scaling(x: Array, y: Array, spec: Spec | None, word: Array | Non
     product = _scale_up(smaller + shift, scale) * bits_to_float(larger)
     if spec is not None and spec.rounding in TINY_SENSITIVE_MODES:
         vanishes = (product < 2.0 ** (1 - FLOAT32.bias)) & (smaller > 0)
-        product = bit_ops.lax_where(vanishes, np.float32(2.0 ** (1 - FLOAT32.bias)), product)
+        product = lax_where(vanishes, np.float32(2.0 ** (1 - FLOAT32.bias)), product)
     sign, magnitude, is_subnormal = xs ^ ys, float_to_bits(product), product < least
-    shift = bit_ops.lax_where(product < np.inf, shift, np.int32(0))  # the bits of a NaN may have the sign bit
+    shift = lax_where(product < np.inf, shift, np.int32(0))  # the bits of a NaN may have the sign bit
     if spec is not None and spec.rounding is Rounding.NEAREST_EVEN:
         # Adding the power of two whose last bit is the format's smallest number rounds the product.
         drop = FLOAT32.fraction + 1 - _precision_of_spec(spec)
         exponent = _PRODUCT_UP + 1 - FLOAT32.bias + drop
         count = float_to_bits(product + np.float32(2.0**exponent)) - _bits_of_power(exponent)
-        bits = bit_ops.lax_where(is_subnormal, count << drop, magnitude - shift)
+        bits = lax_where(is_subnormal, count << drop, magnitude - shift)
         error = None
     else:
-        offset = bit_ops.lax_where(is_subnormal, least, np.float32(0))
+        offset = lax_where(is_subnormal, least, np.float32(0))
         total = product + offset
-        bits = float_to_bits(total) - bit_ops.lax_where(
+        bits = float_to_bits(total) - lax_where(
             is_subnormal, np.int32(_bits_of_power(_PRODUCT_UP + 1 - FLOAT32.bias)), shift
         )
         error = product - (total - offset)
     if spec is None:
-        return bit_ops.join_sign(sign, bits, FLOAT32)
+        return join_sign(sign, bits, FLOAT32)
     if needs_error_digits(spec):
         assert error is not None
         error = error * np.float32(2.0 ** (word_surplus_bits(spec, FLOAT32) - FLOAT32.tiny_exponent - _PRODUCT_UP))
     # A product that is too large becomes a finite number above all values of the format.
-    magnitude = bit_ops.lax_where(larger < FLOAT32.inf, jnp.minimum(magnitude, FLOAT32.inf - 1), magnitude)
+    magnitude = lax_where(larger < FLOAT32.inf, jnp.minimum(magnitude, FLOAT32.inf - 1), magnitude)
     return round_with_error(sign, magnitude, bits, error, spec, FLOAT32, word)
 
 
@@ -354,16 +347,14 @@ class _PowerScale:
 
 
 def _scale_where(where: Array, up: int) -> _PowerScale:
-    shift, step = (
-        bit_ops.lax_where(where, np.int32(bits), np.int32(0)) for bits in (up << FLOAT32.fraction, _SMALLEST_NORMAL)
-    )
-    return _PowerScale(shift, step, bit_ops.lax_where(where, np.float32(2.0 ** (up + 1 - FLOAT32.bias)), np.float32(0)))
+    shift, step = (lax_where(where, np.int32(bits), np.int32(0)) for bits in (up << FLOAT32.fraction, _SMALLEST_NORMAL))
+    return _PowerScale(shift, step, lax_where(where, np.float32(2.0 ** (up + 1 - FLOAT32.bias)), np.float32(0)))
 
 
 def _scale_up(bits: Array, scale: _PowerScale) -> Array:
     """2^K |x| from the bits of |x| plus the shift: min(A, 2 A - c)."""
     value, double = bits_to_float(bits), bits_to_float(bits + scale.step) - scale.least
-    return bit_ops.lax_where(double < value, double, value)
+    return lax_where(double < value, double, value)
 
 
 def _scale_down(bits: Array, least: Array) -> Array:
@@ -372,7 +363,7 @@ def _scale_down(bits: Array, least: Array) -> Array:
 
 
 def _join_sign(sign: Array, value: Array) -> Array:
-    return bit_ops.join_sign(sign, float_to_bits(value), FLOAT32)
+    return join_sign(sign, float_to_bits(value), FLOAT32)
 
 
 # == operations whose exact result is rounded once, by the cheapest exact way ==========================================
@@ -414,7 +405,7 @@ def multiply_and_round(
         value = x * y
         if product.is_normal(carrier) and product.top <= carrier.bias + 1:
             return value  # else it must not be contracted with a sum
-        (xs, _), (ys, _), (_, magnitude) = (bit_ops.split_sign(v, carrier) for v in (x, y, value))
+        (xs, _), (ys, _), (_, magnitude) = (split_sign(v, carrier) for v in (x, y, value))
         return _flush_subnormals(xs ^ ys, magnitude, carrier)
     if _product_is_exact(xr, yr, carrier) and _ends_agree(product_range(xr, yr), spec, carrier):
         return round_hardware_result(x * y, product_range(xr, yr), spec, carrier, word)
@@ -436,7 +427,7 @@ def add_and_round(
     zero_sign = carrier.sign_bit if spec is not None and spec.rounding is Rounding.DOWN else 0
     if _only_flushes(spec, carrier, xr, yr):
         # The sum of normal numbers; a device that makes a subnormal sum zero may lose its sign.
-        sign, magnitude = bit_ops.split_sign(x + y, carrier)
+        sign, magnitude = split_sign(x + y, carrier)
         return _flush_subnormals(jnp.where(x < -y, carrier.sign_bit, sign), magnitude, carrier)
     if total.is_normal(carrier):
         exact = total.bits <= carrier.fraction + 1
@@ -585,7 +576,7 @@ def round_hardware_result(
 
 
 def _flush_subnormals(sign: Array, magnitude: Array, carrier: Carrier) -> Array:
-    return bit_ops.join_sign(sign, jnp.where(magnitude < 1 << carrier.fraction, 0, magnitude), carrier)
+    return join_sign(sign, jnp.where(magnitude < 1 << carrier.fraction, 0, magnitude), carrier)
 
 
 def _fix_sign_of_zero_sum(total: Array, x: Array, y: Array, zero_sign: int, carrier: Carrier) -> Array:
@@ -593,9 +584,7 @@ def _fix_sign_of_zero_sum(total: Array, x: Array, y: Array, zero_sign: int, carr
     if not zero_sign:
         return total
     bits, xs, ys = (lax.bitcast_convert_type(value, carrier.work) for value in (total, x, y))
-    return bit_ops.join_sign(
-        bit_ops.lax_where((bits == 0) & ((xs ^ ys) < 0), zero_sign, jnp.zeros_like(bits)), bits, carrier
-    )
+    return join_sign(lax_where((bits == 0) & ((xs ^ ys) < 0), zero_sign, jnp.zeros_like(bits)), bits, carrier)
 
 
 def _sum_and_error(x: Array, y: Array, zero_sign: int, carrier: Carrier) -> tuple[Array, Array, Array]:
@@ -606,7 +595,7 @@ def _sum_and_error(x: Array, y: Array, zero_sign: int, carrier: Carrier) -> tupl
     total = x + y
     y_part = total - x
     error = (x - (total - y_part)) + (y - y_part)
-    sign, magnitude = bit_ops.split_sign(_fix_sign_of_zero_sum(total, x, y, zero_sign, carrier), carrier)
+    sign, magnitude = split_sign(_fix_sign_of_zero_sum(total, x, y, zero_sign, carrier), carrier)
     return sign, magnitude, lax.bitcast_convert_type(lax.bitcast_convert_type(error, carrier.work) ^ sign, error.dtype)
 
 
@@ -661,7 +650,7 @@ def divide_narrow(x: Array, y: Array, spec: Spec, carrier: Carrier, xr: ValueRan
     is rounded to odd.
     """
     drop = carrier.fraction + 1 - _deciding_bits(spec, carrier)
-    (xs, xm), (ys, ym) = bit_ops.split_sign(x, carrier), bit_ops.split_sign(y, carrier)
+    (xs, xm), (ys, ym) = split_sign(x, carrier), split_sign(y, carrier)
     dividend, divisor = (lax.bitcast_convert_type(magnitude, x.dtype) for magnitude in (xm, ym))
     bits = lax.bitcast_convert_type(_hardware_quotient(dividend, divisor), carrier.work)
     bits = (jnp.minimum(bits, carrier.nan) + _QUOTIENT_ERROR) >> drop << drop
@@ -670,7 +659,7 @@ def divide_narrow(x: Array, y: Array, spec: Spec, carrier: Carrier, xr: ValueRan
     bits = (bits - (is_below.astype(bits.dtype) << drop)) | (is_below | is_above).astype(bits.dtype)
     low = xr.quantum - yr.top
     odd = ValueRange(low - carrier.fraction, carrier.fraction + 1, xr.top - yr.quantum + 1)
-    return round_hardware_result(bit_ops.join_sign(xs ^ ys, bits, carrier), odd, spec, carrier, None)
+    return round_hardware_result(join_sign(xs ^ ys, bits, carrier), odd, spec, carrier, None)
 
 
 def _hardware_quotient(dividend: Array, divisor: Array) -> Array:

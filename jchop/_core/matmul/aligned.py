@@ -19,8 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jchop._common import bit_ops
-from jchop._common.bit_ops import FLOAT32, FLOAT64, Carrier
+from jchop._common.bit_ops import FLOAT32, FLOAT64, Carrier, floor_log2_integers, join_sign, low_mask, split_sign
 from jchop._core.arithmetic import double_word, exact, float64
 from jchop._core.arithmetic.double_word import DoubleWord
 from jchop._core.rounding import modes
@@ -201,10 +200,10 @@ def limb_factors(x: Array, unit: TensorCoreUnit, scales: Array | None = None) ->
 
 def _significands_and_exponents(x: Array, emin: int) -> tuple[Array, Array]:
     """Significands, with their sign, and exponents that are `emin` or more."""
-    sign, magnitude = bit_ops.split_sign(x, FLOAT32)
-    field, fraction = magnitude >> FLOAT32.fraction, magnitude & bit_ops.low_mask(FLOAT32.fraction)
-    lead = jnp.where(field > 0, FLOAT32.fraction, bit_ops.floor_log2_integers(jnp.maximum(fraction, 1), FLOAT32))
-    fraction = (fraction << (FLOAT32.fraction - lead)) & bit_ops.low_mask(FLOAT32.fraction)
+    sign, magnitude = split_sign(x, FLOAT32)
+    field, fraction = magnitude >> FLOAT32.fraction, magnitude & low_mask(FLOAT32.fraction)
+    lead = jnp.where(field > 0, FLOAT32.fraction, floor_log2_integers(jnp.maximum(fraction, 1), FLOAT32))
+    fraction = (fraction << (FLOAT32.fraction - lead)) & low_mask(FLOAT32.fraction)
     s = bits_to_float(fraction | FLOAT32.bias << FLOAT32.fraction)
     e = jnp.maximum(field, 1) - FLOAT32.bias - (FLOAT32.fraction - lead)
     s = s * _power_or_zero(jnp.where(magnitude == 0, -FLOAT32.bias, jnp.minimum(e - emin, 0)))
@@ -329,7 +328,7 @@ def fused_add_limbs(c: Array, x: _Factors, y: _Factors, unit: TensorCoreUnit, wo
     if unit.overflows:
         beyond = [jnp.where(jnp.abs(p) >= 2, e + 1, e) > FLOAT32.bias for p, e in zip(floats, exponents, strict=True)]
         floats = [jnp.where(over, p * np.float32(np.inf), p) for p, over in zip(floats, beyond, strict=True)]
-    sign, magnitude = bit_ops.split_sign(c, FLOAT32)
+    sign, magnitude = split_sign(c, FLOAT32)
     c_exp, digits = exponent_and_significand(magnitude, FLOAT32)
     special = reduce(jnp.add, floats, c)  # not finite if a product or c is not; else below the largest finite number
     add = _exact_sum_of_products_first if unit.apart else _exact_sum_of_all_terms
@@ -414,7 +413,7 @@ def _exact_of_words(
 
 def _exact_or_special(v: exact.ExactResult, special: Array) -> exact.ExactResult:
     """`special` in place of v unless it is finite; every NaN is one pattern."""
-    sign, magnitude = bit_ops.split_sign(special, FLOAT32)
+    sign, magnitude = split_sign(special, FLOAT32)
     is_nan = magnitude > FLOAT32.inf
     v = double_word.with_special_values(v, magnitude == FLOAT32.inf, is_nan, sign, FLOAT32)
     return replace(v, sign=jnp.where(is_nan, 0, v.sign))
@@ -435,11 +434,11 @@ def _round_exact_sum(v: exact.ExactResult, spec: Spec | None, word: Array | None
         if spec.overflow is not Overflow.IEEE:
             stays = v.magnitude >= FLOAT32.inf if spec.overflow is Overflow.PROPAGATE else v.magnitude > FLOAT32.inf
             magnitude = jnp.where(stays, magnitude, jnp.minimum(magnitude, FLOAT32.inf - 1))
-        out = bit_ops.join_sign(v.sign, magnitude, FLOAT32)
+        out = join_sign(v.sign, magnitude, FLOAT32)
     else:
         out = exact.round_exact(v, spec, FLOAT32, word)
     if spec.overflow is Overflow.IEEE and isinstance(spec.format, FloatFormat) and spec.format.has_inf:
-        out = jnp.where(v.beyond, bit_ops.join_sign(v.sign, jnp.full_like(v.magnitude, FLOAT32.inf), FLOAT32), out)
+        out = jnp.where(v.beyond, join_sign(v.sign, jnp.full_like(v.magnitude, FLOAT32.inf), FLOAT32), out)
     return out
 
 
@@ -491,7 +490,7 @@ def fused_add_doubles(c: Array, x: Sequence[DoubleFactors], y: Sequence[DoubleFa
     values, exponents = merge_terms(values, exponents, unit)
     if unit.overflows:
         values = [jnp.where(jnp.abs(v) >= 2.0 ** (FLOAT32.bias + 1), v * jnp.inf, v) for v in values]
-    magnitude = bit_ops.split_sign(c, FLOAT64)[1]
+    magnitude = split_sign(c, FLOAT64)[1]
     c_exp = jnp.clip(
         (magnitude >> FLOAT64.fraction).astype(jnp.int32) - FLOAT64.bias, 1 - FLOAT32.bias, FLOAT32.bias + 1
     )
@@ -541,9 +540,9 @@ def _round_double_sum(v: Array, spec: Spec | None) -> Array:
     spec = CARRIER_SPECS["float32"] if spec is None else spec
     out = round_to_spec(v, spec, FLOAT64)
     if spec.overflow is Overflow.IEEE and isinstance(spec.format, FloatFormat) and spec.format.has_inf:
-        sign, magnitude = bit_ops.split_sign(v, FLOAT64)
+        sign, magnitude = split_sign(v, FLOAT64)
         beyond = magnitude >> FLOAT64.fraction > FLOAT64.bias + FLOAT32.bias
-        infinite = bit_ops.join_sign(sign, jnp.maximum(magnitude, FLOAT64.inf), FLOAT64)  # or NaN
+        infinite = join_sign(sign, jnp.maximum(magnitude, FLOAT64.inf), FLOAT64)  # or NaN
         out = jnp.where(beyond, infinite, out)
     return out
 
