@@ -32,6 +32,7 @@ from jchop._emulate.rules.run_task import EmulatedStep
 from jchop._emulate.rules.trace import EmulatedProgram, ProgramEntry, is_program_variable
 from jchop._program import lanes
 from jchop._program.control import as_jax_value, copy_if_reference, turns_around, where_active
+from jchop._program.lanes import LaneRunner, ShardAxes, bind_shards, broadcast_to_shards, map_shards
 from jchop._program.run import interpret
 from jchop._program.step import ProgramPlan, Seeds, is_library_file, is_reference, source_line_of
 from jchop._round.round_to_format import round_to_format
@@ -248,12 +249,10 @@ class CarrierReference:
         """An argument or a constant."""
         return x
 
-    def bind(
-        self, step: EmulatedStep, args: Sequence[Any], axes: lanes.ShardAxes = (), *, rounds: bool = True
-    ) -> list[Any]:
+    def bind(self, step: EmulatedStep, args: Sequence[Any], axes: ShardAxes = (), *, rounds: bool = True) -> list[Any]:
         """The results of an equation, of operands that have these axes of a mesh first."""
         del rounds
-        return lanes.bind_shards(axes, step.eqn.primitive, step.eqn.params, args)
+        return bind_shards(axes, step.eqn.primitive, step.eqn.params, args)
 
     def select(self, active: Any, new: Any, old: Any) -> Any:
         """The new values of the loops of a batch that still run, and the old values of others."""
@@ -279,11 +278,9 @@ class Float64Reference(CarrierReference):
             return np.asarray(x, np.float64) if isinstance(x, float) else x
         return np.asarray(x).astype(np.complex128 if is_complex_value(x) else np.float64)
 
-    def bind(
-        self, step: EmulatedStep, args: Sequence[Any], axes: lanes.ShardAxes = (), *, rounds: bool = True
-    ) -> list[Any]:
+    def bind(self, step: EmulatedStep, args: Sequence[Any], axes: ShardAxes = (), *, rounds: bool = True) -> list[Any]:
         """The results of an equation, of operands in any dtype."""
-        bind_primitive = partial(lanes.bind_shards, axes, step.eqn.primitive)
+        bind_primitive = partial(bind_shards, axes, step.eqn.primitive)
         out = None
         args = [  # Python numbers in their dtypes in the program, which could differ under jax_enable_x64
             np.asarray(x, v.aval.dtype) if isinstance(x, bool | int | float | complex) else x
@@ -374,7 +371,7 @@ class StopEventError(Exception):
 
 
 @dataclass
-class PairedRun(lanes.LaneRunner):
+class PairedRun(LaneRunner):
     """A run of a program and its reference.
 
     Args:
@@ -402,7 +399,7 @@ class PairedRun(lanes.LaneRunner):
     def constant(self, value: Any) -> ValuePair:
         """A constant or a literal."""
         wide = self.reference.as_reference(value)
-        return lanes.broadcast_to_shards(value, self.axes), lanes.broadcast_to_shards(wide, self.axes)
+        return broadcast_to_shards(value, self.axes), broadcast_to_shards(wide, self.axes)
 
     def whole(
         self, program: EmulatedProgram, spec: Spec | None, entry: ProgramEntry, names: Sequence[str]
@@ -435,7 +432,7 @@ class PairedRun(lanes.LaneRunner):
         low, wide = ([pair[i] for pair in args] for i in (0, 1))
         step = lanes.with_vmap_collective(part, self.axes)
         run = self.runner.control if step.kind == "control" else self.runner.run
-        results = lanes.map_shards(self.axes, partial(run, step), seeds[0], low)
+        results = map_shards(self.axes, partial(run, step), seeds[0], low)
         alike = args and step.kind in SILENT_KINDS and not any(step.rounds) and all(x is y for x, y in args)
         alike = alike and not any(is_reference(v.aval) for v in step.eqn.outvars)  # each program writes to its own
         reference = results if alike else self.reference.bind(step, wide, self.axes)
@@ -515,7 +512,7 @@ class PairedRun(lanes.LaneRunner):
 
     def emulated_operands(self, step: EmulatedStep, seeds: LaneSeeds, args: list[ValuePair]) -> list[Any]:
         """The emulated values of operands; the operands that the plan marks are rounded."""
-        return lanes.map_shards(self.axes, partial(round_operands, step), seeds[0], [pair[0] for pair in args])
+        return map_shards(self.axes, partial(round_operands, step), seeds[0], [pair[0] for pair in args])
 
     def map_lanes(self, move: Callable[[Any], Any], value: ValuePair) -> ValuePair:
         """The pair with its numbers in another place."""

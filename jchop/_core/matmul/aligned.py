@@ -22,11 +22,11 @@ from jax import Array, lax
 from jchop._common.bit_ops import FLOAT32, FLOAT64, Carrier, floor_log2_integers, join_sign, low_mask, split_sign
 from jchop._core.arithmetic import double_word, exact, float64
 from jchop._core.arithmetic.double_word import DoubleWord
-from jchop._core.rounding import modes
+from jchop._core.arithmetic.exact import ExactResult, ValueRange, carrier_range, range_of, round_exact
 from jchop._core.rounding.codes import bits_to_float, exponent_and_significand, float_to_bits
 from jchop._core.rounding.elements import round_to_spec
 from jchop._core.rounding.grid import CARRIER_SPECS
-from jchop._core.rounding.modes import take_random_bits
+from jchop._core.rounding.modes import AWAY_FROM_ZERO, take_random_bits
 from jchop._spec.accumulation import MERGED, MatmulSpec
 from jchop._spec.spec import Spec
 from jchop.formats import ElementFormat, FloatFormat, ScaledFormat
@@ -70,8 +70,7 @@ class TensorCoreUnit:
     def overflows(self) -> bool:
         """Whether a finite product may be 2^128 or more, and is then infinite."""
         return (
-            self.spec.order.kind == "aligned_apart"
-            and 2 * exact.range_of(self.spec.operands, FLOAT32).top > FLOAT32.bias + 1
+            self.spec.order.kind == "aligned_apart" and 2 * range_of(self.spec.operands, FLOAT32).top > FLOAT32.bias + 1
         )
 
     @property
@@ -99,7 +98,7 @@ class TensorCoreUnit:
         """Whether the product of two significands is exact in float32."""
         operands = self.spec.operands
         return (operands is not None and operands.scaled is not None) or (
-            2 * exact.range_of(operands, FLOAT32).bits <= FLOAT32.fraction + 1
+            2 * range_of(operands, FLOAT32).bits <= FLOAT32.fraction + 1
         )
 
     @property
@@ -109,9 +108,9 @@ class TensorCoreUnit:
         return (largest * self.length + 2) << (self.bits + EXTRA_SUM_BITS * self.apart)
 
     @property
-    def _element(self) -> exact.ValueRange:
+    def _element(self) -> ValueRange:
         assert self.spec.operands is not None
-        return exact.range_of(Spec(self.spec.operands.element), FLOAT32)
+        return range_of(Spec(self.spec.operands.element), FLOAT32)
 
     @property
     def group(self) -> int:
@@ -130,10 +129,7 @@ def require_aligned_order(spec: MatmulSpec, carrier: Carrier) -> None:
         ValueError: names the field.
     """
     has_scales = spec.operands is not None and spec.operands.scaled is not None
-    own, whole = (
-        exact.carrier_range(carrier) if has_scales else exact.range_of(spec.operands, carrier),
-        exact.carrier_range(FLOAT32),
-    )
+    own, whole = (carrier_range(carrier) if has_scales else range_of(spec.operands, carrier), carrier_range(FLOAT32))
     if own.precision > whole.precision or own.quantum < whole.quantum or own.top > whole.top:
         raise ValueError(
             f"operands={None if spec.operands is None else str(spec.operands)!r} of {carrier.name} may not be numbers "
@@ -338,7 +334,7 @@ def fused_add_limbs(c: Array, x: _Factors, y: _Factors, unit: TensorCoreUnit, wo
 
 def _exact_sum_of_all_terms(
     x: _Factors, y: _Factors, exponents: list[Array], floats: list[Array], c: _Accumulator, unit: TensorCoreUnit
-) -> exact.ExactResult:
+) -> ExactResult:
     negative, digits, c_exp = c
     largest = reduce(jnp.maximum, exponents, _exponent_of_sum(digits, c_exp, unit))
     bits, unit_exponent = unit.bits, largest - unit.bits
@@ -362,7 +358,7 @@ def _exact_sum_of_all_terms(
 
 def _exact_sum_of_products_first(
     x: _Factors, y: _Factors, exponents: list[Array], floats: list[Array], c: _Accumulator, unit: TensorCoreUnit
-) -> exact.ExactResult:
+) -> ExactResult:
     negative, digits, c_exp = c
     parts = []
     for half in range(unit.halves):
@@ -389,7 +385,7 @@ def _exact_sum_of_products_first(
 # -- the exact sum -----------------------------------------------------------------------------------------------------
 
 
-def _exact_of_limbs(high: Array, low: Array, exponent: Array, unit: TensorCoreUnit) -> exact.ExactResult:
+def _exact_of_limbs(high: Array, low: Array, exponent: Array, unit: TensorCoreUnit) -> ExactResult:
     """(high 2^24 + low) 2^exponent, 0 <= low < 2^24."""
     negative = high < 0
     high, low = _negate_limbs_if(negative, high, low)
@@ -399,7 +395,7 @@ def _exact_of_limbs(high: Array, low: Array, exponent: Array, unit: TensorCoreUn
 
 def _exact_of_words(
     negative: Array, high: Array, low: Array | None, exponent: Array, unit: TensorCoreUnit
-) -> exact.ExactResult:
+) -> ExactResult:
     """(high 2^32 + low) 2^exponent; if `low` is None, it is zero."""
     zero = (high if low is None else high | low) == 0
     zero_sign = FLOAT32.sign_bit if unit.rounds_down else 0
@@ -411,7 +407,7 @@ def _exact_of_words(
     return double_word.exact_of_double_word(v, jnp.zeros_like(high), FLOAT32)
 
 
-def _exact_or_special(v: exact.ExactResult, special: Array) -> exact.ExactResult:
+def _exact_or_special(v: ExactResult, special: Array) -> ExactResult:
     """`special` in place of v unless it is finite; every NaN is one pattern."""
     sign, magnitude = split_sign(special, FLOAT32)
     is_nan = magnitude > FLOAT32.inf
@@ -422,13 +418,13 @@ def _exact_or_special(v: exact.ExactResult, special: Array) -> exact.ExactResult
 # -- one rounding ------------------------------------------------------------------------------------------------------
 
 
-def _round_exact_sum(v: exact.ExactResult, spec: Spec | None, word: Array | None) -> Array:
+def _round_exact_sum(v: ExactResult, spec: Spec | None, word: Array | None) -> Array:
     """`v` rounded once; beyond float32 it is infinite, unless the spec saturates."""
     if spec is None:
-        return exact.round_exact(v, None, FLOAT32, None)
+        return round_exact(v, None, FLOAT32, None)
     if is_float32_grid(spec):
         away = jnp.asarray(
-            modes.AWAY_FROM_ZERO[spec.rounding](exact.below_last_place(v, take_random_bits(word, spec, FLOAT32)))
+            AWAY_FROM_ZERO[spec.rounding](exact.below_last_place(v, take_random_bits(word, spec, FLOAT32)))
         )
         magnitude = v.magnitude + away.astype(jnp.int32)
         if spec.overflow is not Overflow.IEEE:
@@ -436,7 +432,7 @@ def _round_exact_sum(v: exact.ExactResult, spec: Spec | None, word: Array | None
             magnitude = jnp.where(stays, magnitude, jnp.minimum(magnitude, FLOAT32.inf - 1))
         out = join_sign(v.sign, magnitude, FLOAT32)
     else:
-        out = exact.round_exact(v, spec, FLOAT32, word)
+        out = round_exact(v, spec, FLOAT32, word)
     if spec.overflow is Overflow.IEEE and isinstance(spec.format, FloatFormat) and spec.format.has_inf:
         out = jnp.where(v.beyond, join_sign(v.sign, jnp.full_like(v.magnitude, FLOAT32.inf), FLOAT32), out)
     return out

@@ -28,10 +28,9 @@ from jchop._core.arithmetic.double_word import (
     significand_of_extended,
 )
 from jchop._core.arithmetic.exact import ExactResult, range_of, round_exact
-from jchop._core.rounding import modes
 from jchop._core.rounding.codes import decode_elements, encode_elements
 from jchop._core.rounding.elements import round_to_spec
-from jchop._core.rounding.modes import take_random_bits
+from jchop._core.rounding.modes import AWAY_FROM_ZERO, KnownFraction, take_random_bits
 from jchop._core.scaled import elements
 from jchop._core.scaled.elements import (
     BlockScales,
@@ -104,8 +103,8 @@ def _round_floor_and_share(total: Array, share: Array, sticky: Array, plan: Scal
         lax_where(negative, _complement_of_share(share, sticky), share),
     )
     draw = take_random_bits(word, element, plan.compute)
-    v = modes.KnownFraction(negative, (share != 0) | sticky, low & 1 != 0, (share, sticky), draw)
-    away = modes.AWAY_FROM_ZERO[element.rounding](v)
+    v = KnownFraction(negative, (share != 0) | sticky, low & 1 != 0, (share, sticky), draw)
+    away = AWAY_FROM_ZERO[element.rounding](v)
     whole = low + jnp.asarray(away).astype(low.dtype)
     return lax_where(negative, -whole, whole)
 
@@ -252,7 +251,7 @@ def fit_range(x: Array, axes: tuple[int, ...], plan: ScaledPlan) -> tuple[BlockS
     scales, _ = _scales_of_ranges(least, number_of_magnitude(top, compute), plan)
     whole, share, sticky = _whole_and_share(*_divide_by_scales(jnp.zeros_like(low), low, scales, plan), compute)
     odd = whole & 1 != 0
-    quotient = modes.KnownFraction(whole < 0, (share != 0) | sticky, odd, (share, sticky))
+    quotient = KnownFraction(whole < 0, (share != 0) | sticky, odd, (share, sticky))
     nearest = whole + quotient.nearest(odd).astype(whole.dtype)
     return scales, lax_clip(fmt.min_code + nearest, fmt.min_code, fmt.max_code).astype(jnp.int32)
 

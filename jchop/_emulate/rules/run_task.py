@@ -29,9 +29,8 @@ from jchop._emulate.rules.functions import CARRIER_FUNCTIONS, NamedFunction
 from jchop._emulate.rules.rules import EXACT, ArithmeticChoice, ValueFact, is_carrier_float, spec_of_fact
 from jchop._kernels.operation import elementary_op, operation_on_device
 from jchop._kernels.primitive import make_op
-from jchop._program import step
 from jchop._program.bind import bind, straight_through
-from jchop._program.step import PLAIN_CALLS, SeedDraw, Seeds, jaxpr_of
+from jchop._program.step import PLAIN_CALLS, ProgramStep, SeedDraw, Seeds, jaxpr_of
 from jchop._spec.spec import Spec
 from jchop.formats.rounding import Rounding
 
@@ -252,7 +251,7 @@ class RandomDraw:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmulatedStep(step.ProgramStep):
+class EmulatedStep(ProgramStep):
     """One equation and its arithmetic.
 
     Args:

@@ -22,7 +22,7 @@ from jchop._common.checks import check, check_choice, check_instance, check_int
 from jchop._common.text import PictureReport, RowReport, TableOrLine
 from jchop._emulate import paired
 from jchop._emulate.emulate import EmulatedFunction, round_on_entry, seeds_of_call
-from jchop._emulate.paired import as_double_precision
+from jchop._emulate.paired import SourcedStep, ValuePair, argument_names, as_double_precision, walk_sources
 from jchop._emulate.rules.interpret import EagerRunner
 from jchop._emulate.rules.plan import EmulationPlanner
 from jchop._emulate.rules.rules import WIDE, Place, Settings, is_number
@@ -159,7 +159,7 @@ def what_if(
     refuse_tracers("what_if", program.values)
     entry = round_on_entry(program, low.settings.spec, seeds_of_call(low, key, args, kwargs))
     steps, first = steps_by_source(low, program, call)
-    parts = parts_of(program, low.settings.spec, paired.argument_names(args, kwargs), steps, first)
+    parts = parts_of(program, low.settings.spec, argument_names(args, kwargs), steps, first)
     runs = WideRuns(low, program, entry, output, most, stops)
     groups: dict[RowKey, Part] = {}
     for row, part in parts.items():
@@ -195,18 +195,18 @@ class Part:
         self.equations += other.equations
 
 
-def steps_by_source(low: EmulatedFunction, program: EmulatedProgram, call: str) -> tuple[list[paired.SourcedStep], str]:
+def steps_by_source(low: EmulatedFunction, program: EmulatedProgram, call: str) -> tuple[list[SourcedStep], str]:
     """The steps, the number of their runs and their sources; and the first line of the function.
 
     The first line is also the source of a constant result, because `emulate` makes its equation in the call.
     """
     first = paired.first_line_of(low.fun, call)
-    steps = paired.walk_sources(program.plan, call)
+    steps = walk_sources(program.plan, call)
     return [(step, runs, first if line == call else line) for step, runs, line in steps], first
 
 
 def parts_of(
-    program: EmulatedProgram, spec: Spec | None, names: Sequence[str], steps: Iterable[paired.SourcedStep], first: str
+    program: EmulatedProgram, spec: Spec | None, names: Sequence[str], steps: Iterable[SourcedStep], first: str
 ) -> dict[RowKey, Part]:
     """The parts that round, by the rows of a blame."""
     parts: dict[RowKey, Part] = {}
@@ -214,7 +214,7 @@ def parts_of(
     for i, (name, rounds) in enumerate(zip(names, program.rounds, strict=True)):
         if rounds:
             parts.setdefault(("", name, str(spec), first), Part()).entries.add(i)
-    lines = (line for _, _, line in paired.walk_sources(program.plan, ""))
+    lines = (line for _, _, line in walk_sources(program.plan, ""))
     for (step, _, source), line in zip(steps, lines, strict=True):
         silent = step.kind in paired.SILENT_KINDS
         if step.choice.spec is None or step.kind == "carrier" or (silent and not any(step.rounds)):
@@ -466,7 +466,7 @@ def blame(
     entry = round_on_entry(program, low.settings.spec, seeds_of_call(low, key, args, kwargs))
     if not is_limited:
         tape.check = partial(_check_loop_turns, program, entry)
-    names = paired.argument_names(args, kwargs)
+    names = argument_names(args, kwargs)
     results = _run_tape(program, tape, names, entry)
     error, value, reference, cotangents = _output_cotangents(program, results, output)
     shares = tape.shares(results, cotangents)
@@ -518,13 +518,11 @@ def _blame_notes(diverges: bool, error: float, value: float, rest: float, rows: 
         yield f"no row explains {part}: {why}; blame fewer turns of loops, or take a format with more digits"
 
 
-def _run_tape(
-    program: EmulatedProgram, tape: Tape, names: Sequence[str], entry: ProgramEntry
-) -> list[paired.ValuePair]:
+def _run_tape(program: EmulatedProgram, tape: Tape, names: Sequence[str], entry: ProgramEntry) -> list[ValuePair]:
     values, constants, inner_seeds = entry
     all_values = (*program.values, *program.plan.consts)
     names = (*names, *("constant" for _ in program.plan.consts))
-    pairs: list[paired.ValuePair] = [
+    pairs: list[ValuePair] = [
         tape.argument(name, x, as_jax_value(exact))
         for name, x, exact in zip(names, (*values, *constants), all_values, strict=True)
     ]
@@ -543,7 +541,7 @@ def _check_loop_turns(program: EmulatedProgram, entry: ProgramEntry) -> None:
 
 
 def _output_cotangents(
-    program: EmulatedProgram, results: Sequence[paired.ValuePair], output: Callable[[Any], Any] | None
+    program: EmulatedProgram, results: Sequence[ValuePair], output: Callable[[Any], Any] | None
 ) -> tuple[float, float, float, list[Any]]:
     """The error, both outputs, and the derivative of the output by each result."""
     low, wide = ([as_jax_value(pair[side]) for pair in results] for side in (0, 1))
@@ -606,9 +604,7 @@ def _not_finite_error(*output: Any) -> ValueError:
     )
 
 
-def _shares_by_place(
-    steps: Iterable[paired.SourcedStep], shares: dict[Any, ErrorShare]
-) -> dict[RowKey, list[ErrorShare]]:
+def _shares_by_place(steps: Iterable[SourcedStep], shares: dict[Any, ErrorShare]) -> dict[RowKey, list[ErrorShare]]:
     """The shares of the steps of each scope, name, rounding and line of source."""
     groups: dict[RowKey, list[ErrorShare]] = {}
     for step, _, source in steps:
