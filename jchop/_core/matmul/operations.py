@@ -32,11 +32,11 @@ from jchop.formats import FloatFormat
 from jchop.formats.rounding import Overflow, Rounding
 
 #: The ranges of operands; none: those of the format.
-Ranges = Sequence[exact.ValueRange]
+OperandRanges = Sequence[exact.ValueRange]
 
 
 def round_operation(
-    name: str, args: Sequence[Array], spec: Spec | None, word: Array | None = None, *, ranges: Ranges = ()
+    name: str, args: Sequence[Array], spec: Spec | None, word: Array | None = None, *, ranges: OperandRanges = ()
 ) -> Array:
     """The operation `name`, its exact result rounded once under `spec`.
 
