@@ -87,7 +87,7 @@ a plain program:
 * `long_fusion_compiled_for_minutes`: Long integer arithmetic that is fused with the operations before it is compiled
   for a minute or more.
   Workaround: Barriers between the stages (`_barrier_unless_nearest` in `_core/matmul/operations.py`,
-  `_scales_of_ranges` in `_core/scaled/fitting.py`). Places among nodes in memory (`interp` in `math/_composed.py`),
+  `_scales_of_ranges` in `_core/scaled/fitting.py`). Places among nodes in memory (`interp` in `math/_elementwise.py`),
   and the mean in a variance (`math/_reductions.py`).
 * `known_results_computed_by_compiler`: The compiler computes results of constants alone, slowly.
   Workaround: A barrier before the first state is packed (`pack_by_plan` in `optim/_pack.py`).
