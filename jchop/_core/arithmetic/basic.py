@@ -62,17 +62,13 @@ def round_by_adding(x: Array, spec: Spec, carrier: Carrier) -> Array:
     sign, magnitude = split_sign(x, carrier)
     # The exponent of infinities and NaN wraps to the exponent of a small number, which changes neither.
     exponent = jnp.maximum(magnitude & int_type(carrier.inf), int_type((fmt.emin + carrier.bias) << fraction))
-    power = _bits_to_float_like(exponent + int_type((fraction - fmt.frac_bits) << fraction), x)
-    value = (_bits_to_float_like(magnitude, x) + power) - power
+    power = lax.bitcast_convert_type(exponent + int_type((fraction - fmt.frac_bits) << fraction), x.dtype)
+    value = (lax.bitcast_convert_type(magnitude, x.dtype) + power) - power
     largest = np.dtype(carrier.name).type(fmt.max)
     saturates = spec.overflow is Overflow.SATURATE or fmt.saturates
     overflow_value = largest if saturates else np.inf if fmt.has_inf else np.nan
     value = lax_where(value > largest, x.dtype.type(overflow_value), value)
     return join_sign(sign, lax.bitcast_convert_type(value, carrier.work), carrier)
-
-
-def _bits_to_float_like(bits: Array, like: Array) -> Array:
-    return lax.bitcast_convert_type(bits, like.dtype)
 
 
 # == with a known error ================================================================================================

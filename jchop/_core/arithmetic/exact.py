@@ -178,11 +178,6 @@ def rounds_on_carrier_grid(spec: Spec, carrier: Carrier) -> bool:
     return holds_largest and (fmt.emin == 1 - carrier.bias if has_subnormals else fmt.emin >= 1 - carrier.bias)
 
 
-def wraps_results(spec: Spec | None) -> bool:
-    """Whether results beyond the ends wrap, which needs every bit of an exact result."""
-    return spec is not None and spec.overflow is Overflow.WRAP
-
-
 @dataclass(frozen=True)
 class ExactResult:
     """A number |v| = (t + (rest + epsilon) 2^-W) ulp(t), with W the width of a word and 0 <= epsilon < 1.

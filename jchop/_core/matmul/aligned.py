@@ -22,7 +22,7 @@ from jax import Array, lax
 from jchop._common.bit_ops import FLOAT32, FLOAT64, Carrier, floor_log2_integers, join_sign, low_mask, split_sign
 from jchop._core.arithmetic import double_word, exact, float64
 from jchop._core.arithmetic.double_word import DoubleWord
-from jchop._core.arithmetic.exact import ExactResult, ValueRange, carrier_range, range_of, round_exact
+from jchop._core.arithmetic.exact import ExactResult, carrier_range, range_of, round_exact
 from jchop._core.rounding.codes import bits_to_float, exponent_and_significand, float_to_bits
 from jchop._core.rounding.elements import round_to_spec
 from jchop._core.rounding.grid import CARRIER_SPECS
@@ -104,13 +104,11 @@ class TensorCoreUnit:
     @property
     def most_units(self) -> int:
         """More than the sum of the magnitudes of all terms, in units of the grid of the sum."""
-        largest = 4 if self.merge_count == 1 else 4 << 2 * self._element.top
+        largest = 4
+        if self.merge_count > 1:
+            assert self.spec.operands is not None
+            largest = 4 << 2 * range_of(Spec(self.spec.operands.element), FLOAT32).top
         return (largest * self.length + 2) << (self.bits + EXTRA_SUM_BITS * self.apart)
-
-    @property
-    def _element(self) -> ValueRange:
-        assert self.spec.operands is not None
-        return range_of(Spec(self.spec.operands.element), FLOAT32)
 
     @property
     def group(self) -> int:

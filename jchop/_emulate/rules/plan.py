@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from jchop._common.bit_ops import CARRIERS
-from jchop._core.arithmetic.exact import require_operation, wraps_results
+from jchop._core.arithmetic.exact import require_operation
 from jchop._core.matmul.aligned import require_aligned_order
 from jchop._core.matmul.operations import check_operation, operation_carrier, require_dtype_holds
 from jchop._core.rounding.grid import require_carrier
@@ -44,6 +44,7 @@ from jchop._program.step import (
 )
 from jchop._spec.spec import Spec, as_spec
 from jchop.formats._catalogue import bfloat16, binary16, binary32, binary64
+from jchop.formats.rounding import Overflow
 
 # == counts ============================================================================================================
 # The numbers of terms by which a program divides sums, as a mean does, and the integers that make them. A count is no
@@ -659,9 +660,8 @@ _NARROW_KINDS = ("control", "converted", "structural", "extremum", "own", "unkno
 def _check_wrapping(step: EmulatedStep) -> None:
     """Refuses results that cannot wrap. The rule of the equation decides, which is traced, but does not run."""
     how, spec = step.choice.accumulate, step.choice.spec
-    if step.kind not in _WRAPPING_KINDS or not any(
-        map(wraps_results, (spec, how and how.product, how and how.accumulate))
-    ):
+    specs = filter(None, (spec, how and how.product, how and how.accumulate))
+    if step.kind not in _WRAPPING_KINDS or all(each.overflow is not Overflow.WRAP for each in specs):
         return
     seeds = Seeds(tuple(map(np.uint32, range(6))))  # type: ignore[arg-type]
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in step.eqn.invars]
