@@ -34,15 +34,7 @@ class TaperedFormat(ElementFormat):
         """Smallest (most negative) finite value."""
         return -self.max
 
-    @property
-    def has_nan(self) -> bool:
-        """Whether F has a NaN code."""
-        return True
-
-    @property
-    def saturates(self) -> bool:
-        """False: F has a result for overflow, or for an infinity."""
-        return False
+    has_nan, saturates = True, False
 
     @property
     def emax(self) -> int:

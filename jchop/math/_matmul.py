@@ -13,8 +13,7 @@ import numpy as np
 from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
-from jchop._common import bit_ops
-from jchop._common.bit_ops import CARRIERS, FLOAT32, in_auto_mesh
+from jchop._common.bit_ops import CARRIERS, FLOAT32, in_auto_mesh, split_sign
 from jchop._common.checks import as_numpy, check, check_bool, check_choice, check_float, keyword_hints
 from jchop._common.gradients import CustomJvp
 from jchop._common.settings import always_jit, split_prng_key
@@ -420,7 +419,7 @@ def _slice_digits(x: tuple[Array, ...], axis: int, count: int) -> tuple[Array, A
     """
     carrier = CARRIERS[x[0].dtype.name]
     x = tuple(jnp.where(jnp.isfinite(part), part, 0) for part in x)
-    magnitude = bit_ops.split_sign(x[0], carrier)[1].max(axis, keepdims=True, initial=0)
+    magnitude = split_sign(x[0], carrier)[1].max(axis, keepdims=True, initial=0)
     # The least e with |x| < (1 - 2^-8) 2^e, so that no first digit is 128.
     upper = magnitude + (1 << (carrier.fraction - _SLICE_BITS))
     exponent = jnp.where(magnitude == 0, 0, (upper >> carrier.fraction) - carrier.bias + 1).astype(jnp.int32)

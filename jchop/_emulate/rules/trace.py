@@ -21,13 +21,15 @@ from jchop._program.closures import reachable_objects, same_objects
 from jchop._program.control import as_jax_value
 from jchop._program.jaxprs import Widening, same_program, widest_carrier, with_own_constants
 from jchop._program.run import variables_outside_jchop
-from jchop._program.step import ProgramPlan, equations_of, jaxpr_of, source_line_of
+from jchop._program.step import ProgramPlan, Seeds, equations_of, jaxpr_of, source_line_of
 from jchop._round.arguments import is_torch_tensor
 from jchop._spec.accumulation import MatmulSpec
 from jchop._storage import QArray
 
 #: The most programs of a function that are kept.
 _MOST_TRACES = 64
+#: The arguments and the constants of a program, as they are rounded on entry, and its seeds.
+ProgramEntry = tuple[list[Any], list[Any], Seeds | None]
 
 
 @dataclass(frozen=True)
@@ -235,7 +237,11 @@ class ProgramCache:
         facts = tuple(self.settings.spec if r else None for r in rounds)
         wide = jaxpr if widening is None else widening.program(jaxpr)
         plan = planner.plan(wide, facts[:count], constants=facts[count:])
-        _refuse_rules_without_effect(self.settings, planner.used, plan)
+        idle = [rule for rule in self.settings.rules if rule[0] not in planner.used]
+        if idle:
+            steps = [step for step in plan.walk() if step.kind != "own"]
+            reasons = "; ".join(f"{rule[0]!r} {_why_no_effect(*rule, steps)}" for rule in idle)
+            raise ValueError(f"rules: {reasons}; the report method of the emulated function shows all paths")
         return EmulatedProgram(plan, (), rounds, tree, EagerRunner(self.settings.max_turns), jaxpr, widening)
 
 
@@ -248,14 +254,6 @@ def _trees_are_equal(one: Any, other: Any) -> bool:
         return bool(one == other)
     except Exception:  # an array's error, or any error of a class of another package
         return False
-
-
-def _refuse_rules_without_effect(settings: rules.Settings, used: set[str], plan: ProgramPlan) -> None:
-    idle = [rule for rule in settings.rules if rule[0] not in used]
-    if idle:
-        steps = [step for step in plan.walk() if step.kind != "own"]
-        reasons = "; ".join(f"{rule[0]!r} {_why_no_effect(*rule, steps)}" for rule in idle)
-        raise ValueError(f"rules: {reasons}; the report method of the emulated function shows all paths")
 
 
 def _why_no_effect(pattern: str, value: Any, steps: list[Any]) -> str:

@@ -15,14 +15,14 @@ from jax import Array, lax
 from jax.extend.core import Literal
 
 from jchop._common.settings import always_jit
-from jchop._emulate.paired.measure import as_double_precision
-from jchop._emulate.paired.paired_run import (
+from jchop._emulate.paired import (
     CHOOSING_KINDS,
     ELEMENTWISE_KINDS,
     SILENT_KINDS,
     LaneSeeds,
     PairedRun,
     ValuePair,
+    as_double_precision,
 )
 from jchop._emulate.rules.rules import is_number
 from jchop._emulate.rules.run_task import EmulatedStep

@@ -24,8 +24,7 @@ from jax import Array, lax
 
 from jchop._common.bit_ops import FLOAT64
 from jchop._core.elementary.functions import supports_function
-from jchop._emulate.rules.accumulate import accumulate_in_order
-from jchop._emulate.rules.linalg import map_matrices
+from jchop._emulate.rules.accumulate import accumulate_in_order, map_matrices
 from jchop._emulate.rules.rules import CARRIER_DTYPES, ArithmeticChoice
 from jchop._emulate.rules.run_task import EmulatedStep
 from jchop._kernels.primitive import make_op
@@ -105,11 +104,6 @@ _round_to_row_op = make_op("jchop_round_to_row", _round_bits_to_row, no_inline=T
 def round_to_row(x: Array, row: Array) -> Array:
     """float64 numbers rounded to the format of a row, in an array of any shape."""
     return _round_to_row_op(x, row)
-
-
-def round_to_44_bits(x: Array) -> Array:
-    """Values of functions, which float64 has to some units, with 44 significant bits: exact values become exact."""
-    return _round_bits_to_row(x, jnp.asarray(_ROW_OF_44_BITS))
 
 
 _ROW_OF_44_BITS = np.array([44, *FLOAT64_ROW[1:]], np.int64)
@@ -317,7 +311,7 @@ def _tunable_elementary(run: _LevelRunner, step: EmulatedStep, site: int, args: 
     is_exact = [choice.spec is not None and supports_function(step.name, choice.spec) for choice in run.menu]
     if not any(is_exact):
         return _bind_in_carrier(step, args)
-    result = round_to_44_bits(bind(step.eqn.primitive, step.eqn.params, *args)[0])
+    result = _round_bits_to_row(bind(step.eqn.primitive, step.eqn.params, *args)[0], jnp.asarray(_ROW_OF_44_BITS))
     if not all(is_exact):
         result = jnp.where(jnp.asarray(is_exact)[run.levels[site]], result, _bind_in_carrier(step, args)[0])
     return [result]

@@ -18,8 +18,8 @@ from jax.extend.core import Literal as JaxprLiteral
 from jchop._common.bit_ops import CARRIERS, enable_x64_for
 from jchop._common.checks import call_hint, check, check_choice, check_int
 from jchop._core.matmul.operations import operation_carrier
+from jchop._emulate.rules.accumulate import SpecArithmetic, factor_lu, solve_with_factors, substitute_triangular
 from jchop._emulate.rules.functions import carrier_frexp
-from jchop._emulate.rules.linalg import SpecArithmetic, factor_lu, solve_with_factors, substitute_triangular
 from jchop._round.arguments import Key, as_array, as_operands, has_tracer
 from jchop._spec.spec import SpecLike
 from jchop.math.linalg._direct import StaticPartial, evaluate_systems, matrix_order, right_side_axes
@@ -184,14 +184,14 @@ def _operator_map(operator: LinearOperator, constants: Sequence[Array]) -> _Line
 
 
 def _run_krylov(
-    method: Callable[..., Any],
+    solve: Any,
     operands: dict[str, Any],
     spec: SpecLike,
     key: Key,
     tol: Any,
     atol: Any,
-    maxiter: int | None,
-    restart: int | None = None,
+    maxiter: Any,
+    restart: Any = None,
 ) -> Any:
     """Solves a x = b for each system by a Krylov method: checks operands and options, then runs the plan."""
     arguments = {name: value for name, value in operands.items() if value is not None}
@@ -214,7 +214,7 @@ def _run_krylov(
         operator, operator_constants = as_linear_operator(name, function, n, operation_carrier(b.dtype).name)
         operators.append((name, operator, len(constants) - 2, len(constants) - 2 + len(operator_constants)))
         constants += operator_constants
-    plan = _KrylovPlan(method, tuple(names), tuple(operators), iterations, cycle_length)
+    plan = _KrylovPlan(solve, tuple(names), tuple(operators), iterations, cycle_length)
     core_ndims = [2 if name in ("a", "M") else b_ndim for name in names]
     return evaluate_systems(plan, names, list(arrays.values()), core_ndims, {"spec": spec}, key, constants)
 
@@ -540,16 +540,10 @@ def _refinement_iterates(steps: int, inner: int | None, *arithmetics_and_operand
 
 
 def _column_iterates(
-    steps: int,
-    inner: int | None,
-    matrix: tuple[Array, Array, Array],
-    b: Array,
-    factor: SpecArithmetic,
-    working: SpecArithmetic,
-    residual: SpecArithmetic,
+    steps: int, inner: int | None, matrix: tuple[Array, Array, Array], b: Array, *arithmetics: SpecArithmetic
 ) -> Array:
     """The iterates of one right-hand side, with the matrix, its factors and its rows in pivot order."""
-    a, lu_matrix, p = matrix
+    (a, lu_matrix, p), (factor, working, residual) = matrix, arithmetics
 
     def from_factors(ops: SpecArithmetic, r: Array) -> Array:
         """(l u)⁻¹ r by the given factors, with `r` of any size."""
