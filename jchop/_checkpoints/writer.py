@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jchop._checkpoints import table
 from jchop._checkpoints.checkpoint import (
     GGUF_LAYOUT,
     LAYOUT_NAMES,
@@ -35,15 +36,6 @@ from jchop._checkpoints.gguf import GGUF_BLOCKS, GGUFKeys, gguf_header
 from jchop._checkpoints.gguf_models import gguf_model
 from jchop._checkpoints.layouts import TORCHAO_CONFIG
 from jchop._checkpoints.row import LayoutRow, fact_field, group_lengths, pieces
-from jchop._checkpoints.table import (
-    CACHE_SCHEME,
-    CONFIG_FIELD,
-    INPUT_ACTIVATIONS,
-    LAYOUTS,
-    WEIGHT_NAME,
-    CheckpointLayout,
-    inputs_by_weight,
-)
 from jchop._common import files
 from jchop._common.checks import check, check_bool, check_choice, check_int
 from jchop._common.on_demand import is_module_of, load_name
@@ -352,16 +344,16 @@ class LayoutRecord:
             # Layouts without dtypes read float32.
             dtype = options.config.get("dtype", options.config.get("torch_dtype"))
             value = replace(value, dtype=_MODEL_DTYPES[dtype]) if dtype in _MODEL_DTYPES else value
-            tensors = self._add_in_rows(LAYOUTS[layout], name, value, options.exact, job.inputs)
+            tensors = self._add_in_rows(table.LAYOUTS[layout], name, value, options.exact, job.inputs)
         for tensor in tensors:
             check(tensor not in self.tensors, f"two arrays have a tensor of the name {tensor!r}")
         self.tensors.update(tensors)
         return tensors
 
     def _add_in_rows(
-        self, layout: CheckpointLayout, name: str, q: QArray, exact: bool, inputs: Mapping[str, Any] | None
+        self, layout: table.CheckpointLayout, name: str, q: QArray, exact: bool, inputs: Mapping[str, Any] | None
     ) -> dict[str, Any]:
-        named = layout.appends or f".{name}".endswith(f".{WEIGHT_NAME}")
+        named = layout.appends or f".{name}".endswith(f".{table.WEIGHT_NAME}")
         check(
             named,
             f"{name!r} is quantized, and the layout {layout.name} has quantized arrays named '….weight' alone, of axes "
@@ -386,7 +378,7 @@ class LayoutRecord:
                 reasons += [] if cast else [f"{row.name}: {error}"]
                 continue
             if inputs is not None:
-                facts = {**facts, INPUT_ACTIVATIONS: inputs}
+                facts = {**facts, table.INPUT_ACTIVATIONS: inputs}
             self.rows[name] = [row.name, facts]
             return {layout.stem(layout.owner(name)) + part: array for part, array in parts.items()}
         fits = ", ".join(dict.fromkeys(row.fits for row in layout.rows))
@@ -400,7 +392,7 @@ class LayoutRecord:
         """The metadata of a file with the arrays."""
         if layout == OWN_LAYOUT:
             return {"format": "pt"} | qarray_metadata({name: facts for name, (_, facts) in self.rows.items()})
-        if layout not in LAYOUTS or not LAYOUTS[layout].records:
+        if layout not in table.LAYOUTS or not table.LAYOUTS[layout].records:
             return {"format": "pt"}
         records = {
             name: json.dumps({key: fact for key, fact in facts.items() if key != TORCHAO_CONFIG})
@@ -415,31 +407,31 @@ class LayoutRecord:
         Raises:
             ValueError: if weights have several forms, and the layout has one for all.
         """
-        base = {name: value for name, value in config.items() if name != CONFIG_FIELD}
-        if layout not in LAYOUTS or not self.rows:
+        base = {name: value for name, value in config.items() if name != table.CONFIG_FIELD}
+        if layout not in table.LAYOUTS or not self.rows:
             return base
-        table_layout = LAYOUTS[layout]
+        table_layout = table.LAYOUTS[layout]
         by_name = {row.name: row for row in table_layout.rows}
         modules = {table_layout.owner(name): (by_name[row], facts) for name, (row, facts) in self.rows.items()}
-        end = f".{WEIGHT_NAME}"
+        end = f".{table.WEIGHT_NAME}"
         plain = [name.removesuffix(end) for name, axes in self.plain.items() if axes == 2 and name.endswith(end)]
         names = [name.rpartition(".")[2] for name in (*plain, *modules)]
         if _TIED_EMBEDDING in names and _TIED_HEAD not in names:  # a head of the embedding, which has no tensor
             plain.append(_TIED_HEAD)
         if not table_layout.activations:
-            return base | {CONFIG_FIELD: table_layout.config(modules, plain)}
+            return base | {table.CONFIG_FIELD: table_layout.config(modules, plain)}
         for (row, end), scheme in _INPUT_SCHEMES.items():
             for module, (own, facts) in modules.items():
                 if own.name == row and f"{module}.{end}" in self.plain:
-                    modules[module] = own, {INPUT_ACTIVATIONS: scheme} | facts
-        cache = _cache_scheme(fact_field(config, CONFIG_FIELD, dict, {}))
-        schemes = {} if cache is None else {CACHE_SCHEME: cache}
-        return base | {CONFIG_FIELD: table_layout.config(modules, plain) | schemes}
+                    modules[module] = own, {table.INPUT_ACTIVATIONS: scheme} | facts
+        cache = _cache_scheme(fact_field(config, table.CONFIG_FIELD, dict, {}))
+        schemes = {} if cache is None else {table.CACHE_SCHEME: cache}
+        return base | {table.CONFIG_FIELD: table_layout.config(modules, plain) | schemes}
 
 
 def _cache_scheme(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """How keys and values of a cache are rounded, by a ``quantization_config`` of any layout; None if they are not."""
-    scheme = config.get(CACHE_SCHEME)
+    scheme = config.get(table.CACHE_SCHEME)
     if isinstance(scheme, Mapping) and scheme:
         return _FLOAT8_SCHEME | {name: value for name, value in scheme.items() if value is not None}
     return _FLOAT8_SCHEME if scheme == "static" or config.get("kv_cache_quant_algo") == "FP8" else None
@@ -636,7 +628,7 @@ def _model_config(tree: Any, config: Mapping[str, Any] | None) -> dict[str, Any]
     """The fields of a configuration, with the scheme of the caches of a model."""
     fields = dict(config or {})
     if is_module_of("flax.nnx", tree) and load_name("jchop._checkpoints.models", "has_float8_caches")(tree):
-        fields[CONFIG_FIELD] = (fields.get(CONFIG_FIELD) or {}) | {CACHE_SCHEME: _FLOAT8_SCHEME}
+        fields[table.CONFIG_FIELD] = (fields.get(table.CONFIG_FIELD) or {}) | {table.CACHE_SCHEME: _FLOAT8_SCHEME}
     return fields
 
 
@@ -708,7 +700,7 @@ def convert_checkpoint(
     with open_checkpoint(source, read_as) as checkpoint:
         for name in checkpoint.unread:  # an error before anything is written
             checkpoint.read(name)
-        jobs, inputs = [], inputs_by_weight(checkpoint.config)
+        jobs, inputs = [], table.inputs_by_weight(checkpoint.config)
         for name, item in checkpoint.items.items():
             nbytes = _layout_bytes(layout, item.nbytes, item.shape, item.quantized)
             make = lambda name=name: change(name, checkpoint.read(name, exact))  # noqa: E731
