@@ -16,7 +16,8 @@ import ml_dtypes
 import numpy as np
 
 from jchop._checkpoints import row
-from jchop._checkpoints.layouts import nvfp4_array_of_one, offset_array
+from jchop._checkpoints.compressed_tensors import nvfp4_array_of_one
+from jchop._checkpoints.layouts import offset_array
 from jchop._common.checks import check, place_in_errors
 from jchop._common.files import MOST_ENTRIES, RegularFile, open_regular_file, short_text
 from jchop._storage._array import QArray
@@ -356,10 +357,8 @@ def _row_groups(q: QArray, size: int = 32, count: int = 32) -> row.Pieces:
     """A weight of any number of axes in pieces, as a matrix with groups of one size in rows of whole blocks."""
     weight = row.pieces(q.reshape(-1, q.shape[-1]) if q.ndim > 2 and 0 not in q.shape else q)
     (rows, last), columns = weight.kinds, weight.codes.shape[1]
-    groups = last == size or (last == WHOLE_AXIS and columns == size)
-    check(
-        rows == OWN_SCALE and groups, f"it has the grouping of {weight.fmt}, not groups of {size} along its last axis"
-    )
+    fits = rows == OWN_SCALE and (last == size or (last == WHOLE_AXIS and columns == size))
+    check(fits, f"it has the grouping of {weight.fmt}, not groups of {size} along its last axis")
     check(columns % count == 0, f"its last axis of {columns} is no multiple of {count}")
     return weight
 
@@ -522,9 +521,8 @@ def _write_q6_k(q: QArray) -> np.ndarray:
     whole, factors = _split_scales(scale, [-128, *(sign * n for n in range(127, 0, -1) for sign in (1, -1))])
     low = (codes & np.uint8(15)).reshape(*codes.shape[:2], 2, 2, 64)
     high = (codes >> np.uint8(4)).reshape(*codes.shape[:2], 2, 4, 32)
-    return np.concatenate(
-        [_join_fields(low, 4), _join_fields(high, 2), factors.astype(np.int8).view(np.uint8), whole], -1
-    )
+    signed = factors.astype(np.int8).view(np.uint8)
+    return np.concatenate([_join_fields(low, 4), _join_fields(high, 2), signed, whole], -1)
 
 
 def _read_iq4_xs(blocks: np.ndarray) -> QArray:
@@ -597,6 +595,4 @@ GGUF_BLOCKS = {
 #: Where the bytes of an unknown type end is not known.
 _UNKNOWN_BLOCK = GGUFBlock("", 1, 0)
 #: The numbers of those that are read.
-READABLE_TYPES = tuple(
-    number for number, block in GGUF_BLOCKS.items() if block.read is not None or block.dtype is not None
-)
+READABLE_TYPES = tuple(number for number, block in GGUF_BLOCKS.items() if block.read or block.dtype is not None)

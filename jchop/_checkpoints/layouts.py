@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jchop._checkpoints import row
-from jchop._checkpoints.compressed_tensors import integer_array_by_index, only_read
+from jchop._checkpoints.compressed_tensors import NVFP4_FORMAT, integer_array_by_index, nvfp4_array_of_one
 from jchop._common.checks import check, place_in_errors
 from jchop._common.files import json_object, short_text
 from jchop._storage._array import QArray
@@ -21,7 +21,7 @@ from jchop._storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping, 
 from jchop._storage._files.safetensors import are_counts
 from jchop.formats import IntegerFormat, ScaledFormat
 from jchop.formats._catalogue import float8_e4m3fn
-from jchop.formats.scaled.catalogue import mxfp4, mxfp8_e4m3, nf4, nvfp4
+from jchop.formats.scaled.catalogue import mxfp4, mxfp8_e4m3, nf4
 
 _GPTQ_PARTS = ("qweight", "qzeros", "scales")
 #: Widths of AutoGPTQ.
@@ -218,14 +218,11 @@ def _read_mlx(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
     return offset_array(codes, np.abs(scale), low, IntegerFormat(bits, signed=False), kinds)
 
 
-def _look_mlx(entries: row.TensorEntries) -> tuple[int, ...] | None:
-    words, biases = entries["weight"], entries["biases"]
-    return words.shape if row.is_matrix(words, np.dtype("<u4")) and row.is_matrix(biases) else None
-
-
-MLX_ROW = row.LayoutRow("mlx", ("biases", "weight", "scales"), _look_mlx, _read_mlx, only_read, "")
+MLX_ROW = row.LayoutRow(
+    "mlx", ("biases", "weight", "scales"), row.look_for_matrix("weight", np.dtype("<u4")), _read_mlx, row.only_read, "",
+)  # fmt: skip
 #: The formats of the modes without biases: the scales of groups are bytes.
-MLX_MODES = {"mxfp4": mxfp4, "mxfp8": mxfp8_e4m3, "nvfp4": nvfp4(scale=float8_e4m3fn)}
+MLX_MODES = {"mxfp4": mxfp4, "mxfp8": mxfp8_e4m3, "nvfp4": NVFP4_FORMAT}
 
 
 def _read_mlx_mode(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
@@ -241,20 +238,10 @@ def _read_mlx_mode(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
     return row.qarray_of_codes(codes, scale, None, fmt)
 
 
-def nvfp4_array_of_one(codes: np.ndarray, scale: np.ndarray) -> QArray:
-    """Codes of e2m1 under scales of e4m3 for 16 numbers, with a tensor scale of one."""
-    check(bool((scale < 127).all()), "a scale is no number of e4m3 from 0 to 448")
-    kinds = [OWN_SCALE, 16]
-    codes, scale = row.replace_zero_scales(codes, scale, kinds, codes & np.uint8(8), 0x38)
-    return row.qarray_of_codes(codes, (scale, np.ones((), np.float32)), None, MLX_MODES["nvfp4"])
-
-
-def _look_mlx_mode(entries: row.TensorEntries) -> tuple[int, ...] | None:
-    words, scale = entries["weight"], entries["scales"]
-    return words.shape if row.is_matrix(words, np.dtype("<u4")) and row.is_matrix(scale, row.BYTE) else None
-
-
-MLX_MODE_ROW = row.LayoutRow("mlx floats", ("scales", "weight"), _look_mlx_mode, _read_mlx_mode, only_read, "")
+MLX_MODE_ROW = row.LayoutRow(
+    "mlx floats", ("scales", "weight"), row.look_for_matrix("weight", np.dtype("<u4"), scales=row.BYTE),
+    _read_mlx_mode, row.only_read, "",
+)  # fmt: skip
 
 
 # -- HQQ: bytes or words whose fields, the highest first, are parts of all rows of groups -----------------------------
@@ -270,19 +257,13 @@ _HQQ_OTHERS = (
 )  # fmt: skip
 
 
-def _hqq_shape(data: np.ndarray) -> tuple[int, ...]:
-    ok = np.issubdtype(data.dtype, np.integer) and data.shape == (2,) and bool(((data > 0) & (data < 1 << 31)).all())
-    check(ok, "shape must be two integers above zero and below 2^31")
-    return int(data[0]), int(data[1])
-
-
 def _hqq_integer(data: np.ndarray, name: str) -> int:
     check(data.size == 1 and np.issubdtype(data.dtype, np.integer), f"{name} must be an integer")
     return int(data.item())
 
 
 def _read_hqq(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
-    shape, text = _hqq_shape(parts["shape"]), parts["packing"]
+    shape, text = row.two_lengths(parts["shape"]), parts["packing"]
     packing = text.astype(np.uint8).tobytes()[:16].decode("latin-1")
     check(packing in _HQQ_WIDTHS, f"packing={short_text(packing)} must be one of {', '.join(_HQQ_WIDTHS)}")
     axis = _hqq_integer(parts["axis"], "axis")
@@ -312,13 +293,9 @@ def _read_hqq(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
     return offset_array(codes, scale, low, IntegerFormat(max(bits, 2), signed=False), kinds)
 
 
-def _look_hqq(entries: row.TensorEntries) -> tuple[int, ...] | None:
-    return entries["W_q"].shape if row.is_matrix(entries["W_q"]) else None
-
-
 HQQ_ROW = row.LayoutRow(
-    "hqq", ("W_q", "scale", "zero", "shape", "axis", "packing"), _look_hqq, _read_hqq, only_read, "", _HQQ_OTHERS,
-    ("shape", _hqq_shape),
+    "hqq", ("W_q", "scale", "zero", "shape", "axis", "packing"), row.look_for_matrix("W_q"), _read_hqq,
+    row.only_read, "", _HQQ_OTHERS, ("shape", row.two_lengths),
 )  # fmt: skip
 
 
@@ -338,7 +315,7 @@ def _read_llm_int8(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
 
 
 LLM_INT8_ROW = row.LayoutRow(
-    "LLM.int8", ("SCB", "weight"), row.look_for_matrix("weight", row.INT8), _read_llm_int8, only_read, "",
+    "LLM.int8", ("SCB", "weight"), row.look_for_matrix("weight", row.INT8), _read_llm_int8, row.only_read, "",
     ("weight_format",),
 )  # fmt: skip
 

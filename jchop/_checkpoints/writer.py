@@ -31,11 +31,11 @@ from jchop._checkpoints.checkpoint import (
     TensorNaming,
     open_checkpoint,
 )
-from jchop._checkpoints.compressed_tensors import activation_arguments, only_read
+from jchop._checkpoints.compressed_tensors import activation_arguments
 from jchop._checkpoints.gguf import GGUF_BLOCKS, GGUFKeys, gguf_header
 from jchop._checkpoints.gguf_models import gguf_model
 from jchop._checkpoints.layouts import TORCHAO_CONFIG
-from jchop._checkpoints.row import LayoutRow, fact_field, group_lengths, pieces
+from jchop._checkpoints.row import LayoutRow, fact_field, group_lengths, only_read, pieces
 from jchop._common import files
 from jchop._common.checks import check, check_bool, check_choice, check_int
 from jchop._common.on_demand import is_module_of, load_name
