@@ -352,11 +352,7 @@ def _tensor_scale(parts: row.TensorParts, name: str) -> np.float32:
 
 
 def _nvfp4_array(
-    packed_codes: np.ndarray,
-    scale: np.ndarray,
-    combine: Callable[[np.ndarray], np.ndarray],
-    factor: np.float32,
-    facts: row.LayoutFacts,
+    packed_codes: np.ndarray, scale: np.ndarray, combine: Callable, factor: np.float32, facts: row.LayoutFacts
 ) -> QArray:
     """A weight under scales of e4m3 for 16 numbers and one of the tensor.
 

@@ -449,17 +449,12 @@ def _grouping(facts: row.LayoutFacts, shape: Sequence[int], scale: np.ndarray) -
     return scale, row.kinds_from(shape, scale.shape, tuple(block) if block else None)
 
 
-def _target_bits(facts: row.LayoutFacts) -> int:
-    """The width of the elements of a tensor of int8: the width of its target dtype."""
-    target = row.fact_field(facts, "target_dtype", dict, {})
+def _read_int8(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
+    codes, target = parts["qdata"], row.fact_field(facts, "target_dtype", dict, {})
     match = re.fullmatch(r"int([2-8])", str(target.get("_data", "int8")))
     check(match is not None, f"target_dtype={short_text(target)} must be one of int2 to int8")
     assert match is not None
-    return int(match[1])
-
-
-def _read_int8(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
-    codes, bits = parts["qdata"], _target_bits(facts)
+    bits = int(match[1])
     check(codes.dtype == row.INT8, f"qdata is of dtype {codes.dtype}, and must be int8")
     half = 1 << (bits - 1)
     check(bool(((codes >= -half) & (codes < half)).all()), f"an element is no integer of {bits} bits")

@@ -23,6 +23,7 @@ from jchop._checkpoints.row import (
     TensorSource,
     config_groups,
     fact_field,
+    only_read,
 )
 from jchop._common.checks import check, place_in_errors
 from jchop._common.files import json_object, short_text
@@ -437,7 +438,7 @@ _LAYOUT_LIST = (
     CheckpointLayout("fp8", (ct.FP8_TILES, ct.FP8_ONE_SCALE, *ct.DEEPSEEK_V4_ROWS), _FP8_CONFIG),
     CheckpointLayout("bitsandbytes", (layouts.NF4_ROW,), _NF4_CONFIG, appends=True),
     CheckpointLayout("torchao", _TORCHAO_ROWS, _torchao_config, records=True),
-    CheckpointLayout("modelopt", (replace(ct.MXFP8_ROW, write=ct.only_read), *ct.MODELOPT_ROWS), lambda *_: {}),
+    CheckpointLayout("modelopt", (replace(ct.MXFP8_ROW, write=only_read), *ct.MODELOPT_ROWS), lambda *_: {}),
     CheckpointLayout("mlx", (layouts.MLX_ROW, layouts.MLX_MODE_ROW), lambda *_: {}),
     CheckpointLayout("hqq", (layouts.HQQ_ROW,), lambda *_: {}),
     CheckpointLayout("llm_int8", (layouts.LLM_INT8_ROW,), lambda *_: {}),

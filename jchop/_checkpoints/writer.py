@@ -93,7 +93,7 @@ def write_jobs(jobs: Sequence[WriteJob], target: Path, options: WriteOptions) ->
         _write_gguf(jobs, target, options)
     elif suffix == ".safetensors":
         in_memory = replace(options, shard_bytes=SHARD_BYTES)
-        _write_tensors(target, jobs, in_memory, 0, sum(job.nbytes for job in jobs), config=False)
+        _write_tensors(target, jobs, in_memory, 0, sum(job.nbytes for job in jobs))
     else:
         if target.exists() and not target.is_dir():
             raise ValueError(
@@ -133,7 +133,7 @@ def _write_folder(jobs: Sequence[WriteJob], target: Path, options: WriteOptions)
         try:
             for number, (name, part) in enumerate(zip(names, plan, strict=True)):
                 if number == len(records):
-                    records.append(_write_tensors(target / name, part, options, position, total, before=records))
+                    records.append(_write_tensors(target / name, part, options, position, total, records))
                     _write_journal(target, facts, records)
                 position += sum(job.nbytes for job in part)
                 options.progress(name, position, total)
@@ -214,20 +214,18 @@ def _facts_digest(*facts: Any) -> str:
 
 
 def _write_tensors(
-    path: Path,
-    jobs: Sequence[WriteJob],
-    options: WriteOptions,
-    position: int,
-    total: int,
-    *,
-    config: bool = True,
-    before: Sequence[Mapping[str, Any]] = (),
+    path: Path, jobs: Sequence[WriteJob], options: WriteOptions, position: int, total: int, before: Any = None
 ) -> dict[str, Any]:
     """Writes one file, with at most `shard_bytes` of tensors in memory; the record of it.
 
-    Its metadata have the facts of the files before it, too: transformers takes the names in the last one for all.
+    Its metadata have the facts of the files before it, too: transformers takes the names in the last one for all. A
+    file alone has none before it (None), and no configuration beside it.
     """
-    record, places, tensors = LayoutRecord(config=config), dict[str, int](), dict[str, safetensors.TensorEntry]()
+    record, places, tensors = (
+        LayoutRecord(config=before is not None),
+        dict[str, int](),
+        dict[str, safetensors.TensorEntry](),
+    )
     with tempfile.SpooledTemporaryFile(options.shard_bytes, dir=str(path.parent)) as file:  # until the header is known
         for job in jobs:
             for name, array in record.add(job._replace(make=lambda job=job: _on_host(job.make())), options).items():
@@ -242,7 +240,7 @@ def _write_tensors(
             size = math.prod(tensors[name].shape) * tensors[name].dtype.itemsize
             return np.frombuffer(file.read(size), np.uint8).view(tensors[name].dtype)
 
-        whole = LayoutRecord.joined([*before, {"rows": record.rows, "plain": record.plain}])
+        whole = LayoutRecord.joined([*(before or ()), {"rows": record.rows, "plain": record.plain}])
         metadata = (record if options.layout == OWN_LAYOUT else whole).metadata(options.layout)
         safetensors.write_tensors(path, entries, metadata, read)
     size = sum(entry.nbytes for entry in entries.values())
@@ -353,18 +351,12 @@ class LayoutRecord:
     def _add_in_rows(
         self, layout: table.CheckpointLayout, name: str, q: QArray, exact: bool, inputs: Mapping[str, Any] | None
     ) -> dict[str, Any]:
+        wrong = f"{name!r} is quantized, and the layout {layout.name}"
+        words = f"(out, in). The layouts {OWN_LAYOUT} and {PLAIN_LAYOUT} hold any name; names= of jchop.save_checkpoint"
         named = layout.appends or f".{name}".endswith(f".{table.WEIGHT_NAME}")
-        check(
-            named,
-            f"{name!r} is quantized, and the layout {layout.name} has quantized arrays named '….weight' alone, of axes "
-            f"(out, in). The layouts {OWN_LAYOUT} and {PLAIN_LAYOUT} hold any name; "
-            "names= of jchop.save_checkpoint gives others",
-        )
-        if all(row.write is only_read for row in layout.rows):
-            raise ValueError(
-                f"{name!r} is quantized, and the layout {layout.name} is only read; compressed-tensors, torchao and "
-                "others are written, too"
-            )
+        check(named, f"{wrong} has quantized arrays named '….weight' alone, of axes {words} gives others")
+        writes = any(row.write is not only_read for row in layout.rows)
+        check(writes, f"{wrong} is only read; compressed-tensors, torchao and others are written, too")
         reasons = []
         inputs = inputs if layout.activations else None
         rows = sorted(layout.rows, key=lambda row: inputs is not None and row.inputs_last)

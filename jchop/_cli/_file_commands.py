@@ -206,7 +206,7 @@ def _checkpoint_contents(source: Checkpoint, as_json: bool) -> str:
     rows: list[tuple[str, ...]] = [("array", "shape", "format", "bytes", "bits")]
     totals: Counter[str] = Counter()
     for name, item in source.items.items():
-        bits = _element_bits_text(item.nbytes, item.shape)
+        bits = f"{8 * item.nbytes / math.prod(item.shape):.4g}" if math.prod(item.shape) else "-"
         rows.append((name, _shape_text(item.shape), item.format, f"{item.nbytes:,}", bits))
         totals[item.format] += item.nbytes
     if as_json:
@@ -216,11 +216,6 @@ def _checkpoint_contents(source: Checkpoint, as_json: bool) -> str:
     lines += [f"{count:,} bytes  {format}" for format, count in totals.most_common()]
     lines += [f"unread: {why}" for why in source.unread.values()]
     return "\n".join(cli.printable(line) if "\n" not in line else line for line in lines)
-
-
-def _element_bits_text(nbytes: int, shape: Sequence[int]) -> str:
-    """The bits of an element in a table; an array without elements has none."""
-    return f"{8 * nbytes / math.prod(shape):.4g}" if math.prod(shape) else "-"
 
 
 def _fates_text(fates: Counter[str]) -> str:

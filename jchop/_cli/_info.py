@@ -61,7 +61,9 @@ def _run_info(options: argparse.Namespace) -> None:
     with place_in_errors("--plot"):
         picture = None if options.plot is None else load_name("jchop.plot", "value_grid")(fmt)
     head, codes = _CODE_COLUMNS, _rows_of_codes(fmt, options.all)
-    scales = _scale_rows(parsed_format) if options.all else []
+    scale_format = parsed_format.scale_format if isinstance(parsed_format, formats.ScaledFormat) else None
+    lists_scales = options.all and scale_format is not None and scale_format.bits <= _MAX_LISTED_BITS
+    scales = _rows_of_codes(scale_format, True) if lists_scales else []
     if options.csv:
         check(picture is None and not options.json, "--csv prints codes alone, without --plot and --json")
         print(_codes_as_csv(parsed_format, codes, scales), end="")
@@ -164,13 +166,6 @@ def _codes_as_csv(fmt: formats.ElementFormat | formats.ScaledFormat, codes: _Cod
     for part, rows in {"element": codes, "scale": scales}.items():
         writer.writerows((*[part] * has_parts, *map(cli.json_value, row)) for row in rows)
     return text.getvalue()
-
-
-def _scale_rows(fmt: formats.ElementFormat | formats.ScaledFormat) -> _CodeRows:
-    """Every code of the scales, if they are stored as codes."""
-    if isinstance(fmt, formats.ElementFormat) or fmt.scale_format.bits > _MAX_LISTED_BITS:
-        return []
-    return _rows_of_codes(fmt.scale_format, True)
 
 
 def _rows_of_codes(fmt: formats.ElementFormat, every: bool = False) -> _CodeRows:

@@ -78,7 +78,13 @@ class _TypedNumber(NamedTuple):
 def _round_numbers(options: argparse.Namespace, spec: Spec, key: Any) -> None:
     from jchop._round.round_to_format import round_to_format
 
-    typed = [_parse_number(text.strip()) for text in _number_words(options.values)]
+    texts = options.values
+    if texts in ([], ["-"]):
+        if sys.stdin is None or sys.stdin.isatty():
+            raise ValueError("no values: pass numbers or a .npy file, or pipe numbers in")
+        texts = sys.stdin.read().split()
+        check(texts, "no values: standard input is empty")
+    typed = [_parse_number(text.strip()) for text in texts]
     element = _format_with_codes(spec)
     is_narrow = options.carrier is None and element is not None and element.bits <= _NARROW_BITS
     values = _round_to_carrier([number.exact for number in typed], options.carrier or "float64", is_narrow)
@@ -93,15 +99,6 @@ def _round_numbers(options: argparse.Namespace, spec: Spec, key: Any) -> None:
         return
     print(f"to {spec}, carrier {values.dtype}")
     print(cli.text_table([_ROUND_HEAD, *rows], "<<<<>>"))
-
-
-def _number_words(texts: list[str]) -> list[str]:
-    if texts in ([], ["-"]):
-        if sys.stdin is None or sys.stdin.isatty():
-            raise ValueError("no values: pass numbers or a .npy file, or pipe numbers in")
-        texts = sys.stdin.read().split()
-        check(texts, "no values: standard input is empty")
-    return texts
 
 
 def _parse_number(text: str) -> _TypedNumber:

@@ -172,7 +172,6 @@ def _run_with_rule(*values: Any, program: Any, **_: Any) -> list[Any]:
 
 
 def _abstract_with_rule(*avals: Any, program: Any, **_: Any) -> Any:
-    del avals
     return list(program.out_avals), program.effects
 
 

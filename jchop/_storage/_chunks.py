@@ -591,33 +591,20 @@ def _convert_tensor(
     key = None
     if spec.rounding.stochastic:
         key = jax.random.fold_in(jax.random.key(seed or 0), zlib.crc32(job.name.encode()))
+    native, carrier = _native_dtype_of(spec), _tensor_carrier(entry, spec)
     for part in chunks(entry.shape, cut):
-        x = read(part)
-        result = _quantize_chunk(x, job, spec, key, part, extremes)
-        if isinstance(result, QArray):
-            _write_chunk_parts(writer, job.name, result, part)
-            result = dequantize(result)
-        else:
+        x, offset = read(part), (part.starts, entry.shape) if part.starts else 0
+        if native is not None:
+            result = round_to_format(x.astype(carrier), spec, key, offset=offset).astype(native)
             writer.write(job.name, result)
+        else:
+            q = quantize_chunk(x.astype(carrier), spec, key, offset, part, extremes)
+            # Scales that several chunks share are written once.
+            for name, array in _save.qarray_tensors(job.name, q).items():
+                repeats = name.endswith(".tensor_scale") and part.start > 0
+                if name.endswith((".qvalue", ".places")) or (part.is_first_of_groups and not repeats):
+                    writer.write(name, array)
+            result = dequantize(q)
         report.add(x, result)
         tell((part.start + x.size) * entry.dtype.itemsize)
     return report
-
-
-def _quantize_chunk(
-    x: np.ndarray, job: _TensorJob, spec: Spec, key: Any, chunk: Chunk, extremes: GroupExtremes | None
-) -> QArray | np.ndarray:
-    x = x.astype(_tensor_carrier(job.entry, spec))
-    offset = (chunk.starts, job.entry.shape) if chunk.starts else 0
-    native = _native_dtype_of(spec)
-    if native is not None:
-        return round_to_format(x, spec, key, offset=offset).astype(native)
-    return quantize_chunk(x, spec, key, offset, chunk, extremes)
-
-
-def _write_chunk_parts(writer: TensorWriter, name: str, q: QArray, chunk: Chunk) -> None:
-    """Writes the parts of a chunk; scales that chunks share are written with the first one."""
-    for part, array in _save.qarray_tensors(name, q).items():
-        repeats = part.endswith(".tensor_scale") and chunk.start > 0
-        if part.endswith((".qvalue", ".places")) or (chunk.is_first_of_groups and not repeats):
-            writer.write(part, array)

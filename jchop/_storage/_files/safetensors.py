@@ -140,7 +140,12 @@ class TensorFile(files.RegularFile):
             self.entries = {
                 name: _read_entry(f"tensor {files.short_text(name)}", fields[name], size) for name in fields
             }
-            _check_tensor_places(self.entries, size)
+            at = 0
+            for name, entry in sorted(self.entries.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+                begins = f"tensor {files.short_text(name)} begins at byte {entry.start} of the data"
+                check(entry.start == at, f"{begins}, and must at {at}")
+                at += entry.nbytes
+            check(at == size, f"the tensors fill {at} bytes, and the file has {size}")
 
 
 def _read_entry(what: str, fields: Any, size: int) -> TensorEntry:
@@ -165,18 +170,6 @@ def _read_entry(what: str, fields: Any, size: int) -> TensorEntry:
 def are_counts(numbers: Any) -> bool:
     """Whether `numbers` is a list of integers >= 0, without booleans."""
     return isinstance(numbers, list) and all(type(n) is int and n >= 0 for n in numbers)
-
-
-def _check_tensor_places(entries: Mapping[str, TensorEntry], size: int) -> None:
-    """Checks that the tensors fill the data, without gaps and overlaps, like the reference implementation."""
-    at = 0
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes)):
-        if entry.start != at:
-            raise ValueError(
-                f"tensor {files.short_text(name)} begins at byte {entry.start} of the data, and must at {at}"
-            )
-        at += entry.nbytes
-    check(at == size, f"the tensors fill {at} bytes, and the file has {size}")
 
 
 def place_tensors(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
@@ -441,20 +434,14 @@ def read_to_devices(file: TensorFile, name: str, sharding: Any) -> Array:
         bounds = tuple(each.indices(n)[:2] for each, n in zip(index, entry.shape, strict=True))
         if bounds not in last_part:
             last_part.clear()  # devices with the same part are neighbours, mostly
-            last_part[bounds] = _read_part(file, name, bounds)
+            last_part[bounds] = np.empty([stop - start for start, stop in bounds], entry.dtype)
+            flat, at = last_part[bounds].reshape(-1), 0
+            for start, count in contiguous_runs(entry.shape, index):
+                flat[at : at + count] = file.read(name, start, count)
+                at += count
         return last_part[bounds]
 
     return jax.make_array_from_callback(entry.shape, sharding, part)
-
-
-def _read_part(file: TensorFile, name: str, bounds: Sequence[tuple[int, int]]) -> np.ndarray:
-    entry = file.entries[name]
-    result = np.empty([stop - start for start, stop in bounds], entry.dtype)
-    flat, at = result.reshape(-1), 0
-    for start, count in contiguous_runs(entry.shape, [slice(*each) for each in bounds]):
-        flat[at : at + count] = file.read(name, start, count)
-        at += count
-    return result
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
