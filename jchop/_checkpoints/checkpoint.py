@@ -267,9 +267,8 @@ class _SafetensorsCheckpoint(Checkpoint):
     def _read(self, name: str, exact: bool) -> QArray | np.ndarray:
         if name in self._descriptions:
             fields = self._descriptions[name]
-            return _save.join_qarray(
-                [self._source.read(part) for part in _save.qarray_tensor_names(name, fields)], fields
-            )
+            arrays = map(self._source.read, _save.qarray_tensor_names(name, fields))
+            return _save.join_qarray(list(arrays), fields)
         weight = self._weights.get(name)
         if weight is None:
             return self._source.read(name)
@@ -365,9 +364,8 @@ def load_checkpoint(
         check(strict, "strict=False has no effect beside like=, whose arrays are needed")
         with open_checkpoint(home, layout) as source:
             source.dtype = dtype
-            fill = (
-                load_name("jchop._checkpoints.models", "fill_model") if is_module_of("flax.nnx", like) else _fill_tree
-            )
+            of_nnx = is_module_of("flax.nnx", like)
+            fill = load_name("jchop._checkpoints.models", "fill_model") if of_nnx else _fill_tree
             return fill(source, like, names, skip, exact)
     check(names is None, "names= has no effect without like=")
     arrays: dict[str, Any] = {}

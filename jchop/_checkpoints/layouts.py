@@ -60,10 +60,8 @@ def _read_gptq(parts: row.TensorParts, facts: row.LayoutFacts, *, offset: int) -
     check(bool(fits), f"bits={text} of the configuration does not fit qzeros of shape {zeros.shape}")
     assert form is not None
     bits, columns, out = form
-    codes, zero = (
-        row.codes_from_words(words.T, bits, columns),
-        row.codes_from_words(zeros, bits, out).astype(np.int32) + offset,
-    )
+    codes = row.codes_from_words(words.T, bits, columns)
+    zero = row.codes_from_words(zeros, bits, out).astype(np.int32) + offset
     return _integers_by_columns(codes, parts, zero, bits, facts)
 
 
@@ -101,12 +99,10 @@ def _write_gptq(q: QArray, exact: bool, *, offset: int) -> row.WrittenWeight:
     bits, (out, columns) = weight.fmt.element.bits, q.shape
     for name, n in (("in", columns), ("out", out)):
         check(n % 32 == 0, f"its axis {name} has {n} indices, which is no multiple of 32")
-    low = zero - offset
-    check(
-        bool(((low >= 0) & (low < 1 << bits)).all()),
-        f"the layout stores zero points minus {offset} in {bits} bits, and they range from {zero.min()} to {zero.max()}"
-        + ("; gptq_v2 would fit" if offset and zero.min() >= 0 and zero.max() < 1 << bits else ""),
-    )
+    low, least, most = zero - offset, zero.min(), zero.max()
+    other = "; gptq_v2 would fit" if offset and least >= 0 and most < 1 << bits else ""
+    where = f"minus {offset} in {bits} bits, and they range from {least} to {most}{other}"
+    check(bool(((low >= 0) & (low < 1 << bits)).all()), f"the layout stores zero points {where}")
     scales = row.cast_exactly(scale.T, np.float16, "scales")
     parts = {
         "qweight": row.codes_to_words(codes, bits).T,
@@ -336,10 +332,8 @@ _NF4_ZERO = np.uint8(7)
 
 def _quant_state(data: np.ndarray) -> dict[str, Any]:
     """The record of a weight: JSON in bytes."""
-    check(
-        data.dtype == row.BYTE and data.ndim == 1 and data.size <= _LONGEST_NF4_STATE,
-        "the quant_state is not a short text",
-    )
+    short = data.dtype == row.BYTE and data.ndim == 1 and data.size <= _LONGEST_NF4_STATE
+    check(short, "the quant_state is not a short text")
     with place_in_errors("the quant_state is not JSON"):
         return json_object(data.tobytes().decode("utf-8"))
 
@@ -389,10 +383,8 @@ def _absmax(parts: row.TensorParts, state: dict[str, Any]) -> np.ndarray:
         ok = absmax.dtype == row.BYTE and nested_absmax.dtype == np.float32 and size > 0
         check(ok and nested_absmax.size == -(-absmax.size // size), "nested_absmax does not fit the blocks of absmax")
         offset = row.fact_field(state, "nested_offset", (int, float), 0.0)
-        check(
-            abs(offset) <= float(np.finfo(np.float32).max),
-            f"nested_offset={short_text(offset)} is no number of float32",
-        )
+        fits = abs(offset) <= float(np.finfo(np.float32).max)
+        check(fits, f"nested_offset={short_text(offset)} is no number of float32")
         with np.errstate(over="ignore", invalid="ignore"):
             factors = np.repeat(nested_absmax.reshape(-1), min(size, absmax.size))[: absmax.size]
             absmax = table[absmax] * factors + np.float32(offset)
@@ -403,10 +395,8 @@ def _absmax(parts: row.TensorParts, state: dict[str, Any]) -> np.ndarray:
 def _write_nf4(q: QArray, exact: bool) -> row.WrittenWeight:
     weight = row.pieces(q, nf4.element)
     rows, last = weight.kinds
-    check(
-        rows == OWN_SCALE and isinstance(last, int),
-        f"it has the grouping of {weight.fmt}, not groups along its last axis",
-    )
+    by_row = rows == OWN_SCALE and isinstance(last, int)
+    check(by_row, f"it has the grouping of {weight.fmt}, not groups along its last axis")
     assert isinstance(last, int)
     check(q.shape[1] % last == 0 and last % 2 == 0, f"its groups of {last} do not divide its last axis of {q.shape[1]}")
     scale = row.cast_exactly(row.float_scales(weight), np.float32, "scales")
@@ -478,10 +468,8 @@ def _read_float8(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
 
 def _read_int4(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
     packed_codes = parts["qdata"]
-    check(
-        packed_codes.dtype.itemsize == 1 and "act_pre_scale" not in parts,
-        "qdata must be bytes, without an act_pre_scale",
-    )
+    ok = packed_codes.dtype.itemsize == 1 and "act_pre_scale" not in parts
+    check(ok, "qdata must be bytes, without an act_pre_scale")
     codes = row.unpack_bits(packed_codes.view(np.uint8), 4, 2 * packed_codes.shape[1])
     scale, zero = parts["scale"], parts["zero_point"]
     ok = row.is_matrix(scale) and scale.shape == zero.shape and scale.dtype == zero.dtype
@@ -559,10 +547,8 @@ def _write_float8(q: QArray, exact: bool) -> row.WrittenWeight:
 
 def _write_int4(q: QArray, exact: bool) -> row.WrittenWeight:
     weight = row.pieces(q)
-    check(
-        weight.fmt.zero_point == "float" and weight.fmt.element == IntegerFormat(4),
-        "it is not int4 with float zero points",
-    )
+    ok = weight.fmt.zero_point == "float" and weight.fmt.element == IntegerFormat(4)
+    check(ok, "it is not int4 with float zero points")
     row.row_group_size(weight)
     scale, zero = row.float_scales(weight), weight.zero
     assert zero is not None

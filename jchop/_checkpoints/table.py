@@ -266,11 +266,9 @@ _UNREADABLE_FORMATS = ("marlin-24", "sparse-bitmask", "sparse-24-bitmask", "mxfp
 def _check_layout_config(layout: str, config: LayoutFacts) -> None:
     sparsity = fact_field(config, "sparsity_config", dict, {}).get("format")
     formats = [config.get("format"), sparsity, *(group.get("format") for group in config_groups(config).values())]
-    wrong = [name for name in formats if name in _UNREADABLE_FORMATS]
-    if wrong:
-        raise ValueError(
-            f"{CONFIG_FIELD} has the format {wrong[0]!r}, which is not read; convert the model to another one first"
-        )
+    wrong = next((name for name in formats if name in _UNREADABLE_FORMATS), None)
+    remedy = "convert the model to another one first"
+    check(wrong is None, f"{CONFIG_FIELD} has the format {wrong!r}, which is not read; {remedy}")
     for name, values in _CONFIG_VALUES.get(layout, {}).items():
         value = config.get(name)
         if value is not None and str(value).lower() not in values:

@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,10 +86,8 @@ def write_jobs(jobs: Sequence[WriteJob], target: Path, options: WriteOptions) ->
     check_bool("exact", options.exact)
     check_int("shard_bytes", options.shard_bytes, 1)
     layout, suffix = check_choice("layout", options.layout, LAYOUT_NAMES), target.suffix.lower()
-    if (suffix == ".gguf") != (layout == GGUF_LAYOUT):
-        raise ValueError(
-            f"{target}: layout={layout!r}, but files that end in .gguf, and only these, have the layout 'gguf'"
-        )
+    same = (suffix == ".gguf") == (layout == GGUF_LAYOUT)
+    check(same, f"{target}: layout={layout!r}, but files that end in .gguf, and only these, have the layout 'gguf'")
     if layout == GGUF_LAYOUT:
         _write_gguf(jobs, target, options)
     elif suffix == ".safetensors":
@@ -142,9 +141,7 @@ def _write_folder(jobs: Sequence[WriteJob], target: Path, options: WriteOptions)
                 if not (target / path.name).exists():
                     with files.open_regular_file(path) as file:
                         mode = os.fstat(file.fileno()).st_mode & 0o777
-                        files.write_atomically(
-                            target / path.name, lambda out, file=file: shutil.copyfileobj(file, out), mode
-                        )
+                        files.write_atomically(target / path.name, partial(shutil.copyfileobj, file), mode)
         except BaseException as error:
             # No run goes on, or it would end here, too.
             if not options.run or not records or isinstance(error, ValueError):
@@ -162,10 +159,8 @@ def _write_index_and_config(
     full_config = LayoutRecord.joined(records).full_config(options.layout, options.config)
     if len(names) > 1:
         homes = {tensor: name for name, one in zip(names, records, strict=True) for tensor in one["tensors"]}
-        _write_json(
-            target / safetensors.INDEX_FILE,
-            {"metadata": {"total_size": sum(one["size"] for one in records)}, "weight_map": homes},
-        )
+        sizes = {"total_size": sum(one["size"] for one in records)}
+        _write_json(target / safetensors.INDEX_FILE, {"metadata": sizes, "weight_map": homes})
     if full_config:
         _write_json(target / safetensors.CONFIG_FILE, full_config)
 
@@ -221,11 +216,8 @@ def _write_tensors(
     Its metadata have the facts of the files before it, too: transformers takes the names in the last one for all. A
     file alone has none before it (None), and no configuration beside it.
     """
-    record, places, tensors = (
-        LayoutRecord(config=before is not None),
-        dict[str, int](),
-        dict[str, safetensors.TensorEntry](),
-    )
+    record = LayoutRecord(config=before is not None)
+    places, tensors = dict[str, int](), dict[str, safetensors.TensorEntry]()
     with tempfile.SpooledTemporaryFile(options.shard_bytes, dir=str(path.parent)) as file:  # until the header is known
         for job in jobs:
             for name, array in record.add(job._replace(make=lambda job=job: _on_host(job.make())), options).items():

@@ -137,15 +137,11 @@ def _check_npz(file: BufferedReader) -> None:
     with zipfile.ZipFile(file) as archive:
         members = archive.infolist()
     for member in members:
-        if member.flag_bits & 1 or member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise ValueError(
-                f"{short_repr(member.filename)} in it is encrypted, or compressed in another way than deflate"
-            )
+        ok = not member.flag_bits & 1 and member.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+        check(ok, f"{short_repr(member.filename)} in it is encrypted, or compressed in another way than deflate")
     size = sum(member.file_size for member in members)
-    if size > max(_MAX_ARRAY_BYTES, _MAX_EXPANSION * os.fstat(file.fileno()).st_size):
-        raise ValueError(
-            f"its arrays take {size} bytes, over {_MAX_EXPANSION} times those of the file; use numpy.savez"
-        )
+    most = max(_MAX_ARRAY_BYTES, _MAX_EXPANSION * os.fstat(file.fileno()).st_size)
+    check(size <= most, f"its arrays take {size} bytes, over {_MAX_EXPANSION} times those of the file; use numpy.savez")
     file.seek(0)
 
 

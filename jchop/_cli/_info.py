@@ -62,8 +62,9 @@ def _run_info(options: argparse.Namespace) -> None:
         picture = None if options.plot is None else load_name("jchop.plot", "value_grid")(fmt)
     head, codes = _CODE_COLUMNS, _rows_of_codes(fmt, options.all)
     scale_format = parsed_format.scale_format if isinstance(parsed_format, formats.ScaledFormat) else None
-    lists_scales = options.all and scale_format is not None and scale_format.bits <= _MAX_LISTED_BITS
-    scales = _rows_of_codes(scale_format, True) if lists_scales else []
+    scales: _CodeRows = []
+    if options.all and scale_format is not None and scale_format.bits <= _MAX_LISTED_BITS:
+        scales = _rows_of_codes(scale_format, True)
     if options.csv:
         check(picture is None and not options.json, "--csv prints codes alone, without --plot and --json")
         print(_codes_as_csv(parsed_format, codes, scales), end="")
@@ -189,10 +190,7 @@ def _rows_of_codes(fmt: formats.ElementFormat, every: bool = False) -> _CodeRows
     if every:
         check(fmt.bits <= _MAX_LISTED_BITS, f"--all lists codes of up to {_MAX_LISTED_BITS} bits; {fmt} has {fmt.bits}")
         names = {code: names.get(code, []) for code in range(1 << fmt.bits)}
-    return [
-        (*cli.code_texts(fmt, code), fmt.value_of(code), ", ".join(descriptions))
-        for code, descriptions in names.items()
-    ]
+    return [(*cli.code_texts(fmt, code), fmt.value_of(code), ", ".join(words)) for code, words in names.items()]
 
 
 FORMAT_LIST = cli.Command("formats", _run_formats, "list the named formats", [cli.argument("--json")])

@@ -110,14 +110,9 @@ def _parse_number(text: str) -> _TypedNumber:
     if not (decimal or hexa):
         raise _bad_number_error(text)
     exponent = (decimal[3] if decimal else hexa[4] if hexa else None) or "0"
-    if (
-        len(text) > _MAX_LENGTH
-        or len(exponent.lstrip("+-0")) > len(str(_MAX_EXPONENT))
-        or abs(int(exponent)) > _MAX_EXPONENT
-    ):
-        raise ValueError(
-            f"number {clip_text(text)!r} is too long: {_MAX_LENGTH} characters, an exponent to {_MAX_EXPONENT} at most"
-        )
+    short = len(text) <= _MAX_LENGTH and len(exponent.lstrip("+-0")) <= len(str(_MAX_EXPONENT))
+    most = f"{_MAX_LENGTH} characters, an exponent to {_MAX_EXPONENT} at most"
+    check(short and abs(int(exponent)) <= _MAX_EXPONENT, f"number {clip_text(text)!r} is too long: {most}")
     if hexa:
         scale = Fraction(2) ** (int(exponent) - 4 * len(hexa[3]))
         value = int(hexa[2] + hexa[3], 16) * scale * (-1 if hexa[1] == "-" else 1)

@@ -57,9 +57,8 @@ def cast_qarray(q: QArray, to: Any) -> QArray:
     first, lost = scale, np.ones(scale.shape, bool)
     for other in (scale, smaller, *(most / level for level in levels[levels > 0].tolist())):
         scale = np.where(lost & (other > 0), other, scale)
-        elements = numbers / groupings.over_elements(scale, kinds, x.shape) + groupings.over_elements(
-            zeros(scale), kinds, x.shape
-        )
+        scales, points = (groupings.over_elements(part, kinds, x.shape) for part in (scale, zeros(scale)))
+        elements = numbers / scales + points
         lost = _most_in_groups(np.asarray(round_to_format(elements, fmt.element)) != elements, kinds)
         if not lost.any():
             break

@@ -84,28 +84,16 @@ def plan_chunk_cut(shape: Sequence[int], itemsize: int, fmt: ScaledFormat | None
         return ChunkCut(None, 1, (), False)
     kinds = groupings.axis_groupings(fmt, len(shape)) if fmt is not None else (groupings.OWN_SCALE,) * len(shape)
     units, indivisible = _cut_units(fmt, len(shape))
-    if (
-        fmt is not None
-        and fmt.sparse is not None
-        and math.prod(shape)
-        and (groupings.WHOLE_AXIS in kinds or fmt.scale_rule.tensor_scale)
-    ):
+    of_tensor, is_sparse = (fmt.scale_rule.tensor_scale, fmt.sparse is not None) if fmt is not None else (False, False)
+    if is_sparse and math.prod(shape) and (of_tensor or groupings.WHOLE_AXIS in kinds):
         return ChunkCut(0, shape[0], kinds, False)  # the ends of a chunk are not the ends of its kept numbers
-    for axis, size in enumerate(shape):
-        inner = math.prod(shape[axis + 1 :]) * itemsize
-        unit = units[axis]
-        if size > 1 and indivisible[axis]:
-            step = size
-        elif unit * inner <= chunk_bytes or axis == len(shape) - 1 or unit > 1:
-            step = max(1, chunk_bytes // max(unit * inner, 1)) * unit
-        else:
-            continue
-        break
-    else:
-        raise AssertionError("the last axis ends the search")
+    sizes = [unit * math.prod(shape[axis + 1 :]) * itemsize for axis, unit in enumerate(units)]
+    whole = [n > 1 and never for n, never in zip(shape, indivisible, strict=True)]
+    fits = (axis for axis, unit in enumerate(units) if whole[axis] or unit > 1 or sizes[axis] <= chunk_bytes)
+    axis = next(fits, len(shape) - 1)
+    step = shape[axis] if whole[axis] else max(1, chunk_bytes // max(sizes[axis], 1)) * units[axis]
     parts = [*(n > 1 for n in shape[:axis]), step < shape[axis]]
     share_scale = any(several and kinds[i] == groupings.WHOLE_AXIS for i, several in enumerate(parts))
-    of_tensor = fmt is not None and fmt.scale_rule.tensor_scale
     return ChunkCut(axis, min(step, max(shape[axis], 1)), kinds, share_scale or (of_tensor and any(parts)))
 
 
@@ -543,10 +531,8 @@ def _tensor_job(name: str, entry: TensorEntry, rule: TensorRule | None, why: str
             q = jax.eval_shape(lambda x: quantize(x, spec, key), x)
     except (ValueError, TypeError) as error:
         raise tensor_rule_error(rule, name, entry.shape, error) from None
-    outputs = {
-        part: TensorEntry(np.dtype(leaf.dtype), tuple(leaf.shape))
-        for part, leaf in _save.qarray_tensors(name, q).items()
-    }
+    parts = _save.qarray_tensors(name, q)
+    outputs = {part: TensorEntry(np.dtype(leaf.dtype), tuple(leaf.shape)) for part, leaf in parts.items()}
     return _TensorJob(name, entry, spec, "", outputs, _save.qarray_description(q))
 
 

@@ -190,13 +190,9 @@ def dequantize(q: Any, dtype: Any = None, *, add_to: Any = None) -> Any:
         raise TypeError(f"dtype={dtype!r} is not a carrier; allowed: {', '.join(CARRIERS)}")
     wide = any(leaf.dtype.itemsize == 8 for leaf in jax.tree.leaves(q) if hasattr(leaf, "dtype"))
     wide = wide or _codes.needs_float64(q.spec.element)
-    with (
-        enable_x64_for(np.dtype(np.float64) if wide else jnp.dtype(form.dtype)),
-        jax.named_scope(arguments.JCHOP_SCOPE),
-    ):
-        numbers = arguments.mark_results(
-            _dequantize_leaves(q.qvalue, q.scale, q.zero_point, q.places, add_to, form=form)
-        )
+    dtype, leaves = np.dtype(np.float64) if wide else jnp.dtype(form.dtype), (q.qvalue, q.scale, q.zero_point, q.places)
+    with enable_x64_for(dtype), jax.named_scope(arguments.JCHOP_SCOPE):
+        numbers = arguments.mark_results(_dequantize_leaves(*leaves, add_to, form=form))
         if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves((q, add_to))):
             return _leaf_to_numpy(numbers)
     return numbers
@@ -217,10 +213,8 @@ def requantize(q: Any, x: Any, key: Array | None = None) -> Any:
     """
     if isinstance(q, StoredAs):
         return q.requantize(x, key)
-    spec, stack = (
-        _codes.spec_of_part(q.spec, q.ndim),
-        0 if q.spec.scaled is None else _codes.batch_axes(q.spec, q.shape, q.scale),
-    )
+    spec = _codes.spec_of_part(q.spec, q.ndim)
+    stack = 0 if q.spec.scaled is None else _codes.batch_axes(q.spec, q.shape, q.scale)
     return replace(map_over_stack(stack, lambda x, key: quantize(x, spec, key), x, key), spec=q.spec)
 
 

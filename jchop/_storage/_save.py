@@ -216,10 +216,8 @@ def _stored_shapes_in(
             shape, axes = tuple(fields["shape"]), fields["axes"]
             stack = len(stored) - axes if safetensors.are_counts([axes]) and axes else -1
             fits = 0 <= stack <= len(shape) and stored[:stack] == shape[:stack]
-            check(
-                fits and math.prod(stored) == math.prod(shape),
-                f"{short_text(fields)} is no shape of a QArray of shape {list(stored)}",
-            )
+            fits = fits and math.prod(stored) == math.prod(shape)
+            check(fits, f"{short_text(fields)} is no shape of a QArray of shape {list(stored)}")
             factors = file.entries.get(f"{name}.{_FACTORS}")
             fit = factors is None or (
                 len(factors.shape) == len(shape) and all(n in (1, m) for n, m in zip(factors.shape, shape, strict=True))
@@ -237,9 +235,8 @@ def _random_keys_in(file: safetensors.TensorFile, owners: set[str]) -> dict[str,
     """
     keys = _jchop_metadata(file, RANDOM_KEYS_KEY)
     for name, kind in keys.items():
-        with place_in_errors(
-            f"{file.path}: bad metadata {RANDOM_KEYS_KEY!r} for {short_text(name)}", (ValueError, TypeError)
-        ):
+        place = f"{file.path}: bad metadata {RANDOM_KEYS_KEY!r} for {short_text(name)}"
+        with place_in_errors(place, (ValueError, TypeError)):
             check(name in file.entries and name not in owners, "no tensor has this name")
             _random_key_type(file, name, kind)
     return keys

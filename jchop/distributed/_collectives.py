@@ -90,13 +90,12 @@ def psum(
     check_int("bucket", bucket, 0)
     wire, key = check_collective(axis_name, spec, key, x, algorithm, accumulate)
     backward = None if messages.types_track_axes(wire.axes) else _sum_pieces
+
+    def add(v: Array, k: Array | None) -> Array:
+        return _move_linearly(_sum_pieces, backward, wire, messages.vary_over(v, wire.axes), k)
+
     with jax_default_settings():
-        return messages.map_buckets(
-            x,
-            key,
-            lambda v, k: _move_linearly(_sum_pieces, backward, wire, messages.vary_over(v, wire.axes), k),
-            bucket if messages.quantizes_vectors(wire.spec) else None,
-        )
+        return messages.map_buckets(x, key, add, bucket if messages.quantizes_vectors(wire.spec) else None)
 
 
 def psum_scatter(

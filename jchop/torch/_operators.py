@@ -81,12 +81,8 @@ def _cached_plan(value: Spec | str) -> SpecPlan:
     spec = as_spec(value, scaled=True)
     backward = spec.gradient.round
     forward = replace(spec, gradient=Gradient(clipped=spec.gradient.clipped))
-    return SpecPlan(
-        str(forward),
-        spec.rounding.stochastic,
-        None if backward is None else str(backward),
-        backward is not None and backward.rounding.stochastic,
-    )
+    gradient = (None, False) if backward is None else (str(backward), backward.rounding.stochastic)
+    return SpecPlan(str(forward), spec.rounding.stochastic, *gradient)
 
 
 @compile_constant

@@ -306,12 +306,11 @@ class ShardFiles(ExitStack):
                         )
                     self._homes[name], self.entries[name] = file, entry
                 self.metadata |= file.metadata
+            remedy = "if it is tied to another, remove its line from the index"
             for name, home in self._index.items():
-                if name not in self._homes or self._homes[name].path.name != home:
-                    raise ValueError(
-                        f"{path / INDEX_FILE}: tensor {files.short_text(name)} is not in {files.short_text(home)}; "
-                        "if it is tied to another, remove its line from the index"
-                    )
+                there = name in self._homes and self._homes[name].path.name == home
+                place = f"tensor {files.short_text(name)} is not in {files.short_text(home)}"
+                check(there, f"{path / INDEX_FILE}: {place}; {remedy}")
         except BaseException:
             self.close()
             raise
@@ -359,12 +358,8 @@ def _files_without_index(folder: Path) -> list[Path]:
     if models := tensors or gguf:
         raise _no_model(folder, f"pass the path of one of its files: {first_names(models, files.short_text)}")
     others = [name for name in names if name.endswith((".bin", ".pt", ".pth"))][:1]
-    why = (
-        f"{files.short_text(others[0])} is a pickle of torch, which is not read: save it as safetensors"
-        if others
-        else ""
-    )
-    raise _no_model(folder, why)
+    torch = "is a pickle of torch, which is not read: save it as safetensors"
+    raise _no_model(folder, f"{files.short_text(others[0])} {torch}" if others else "")
 
 
 def _no_model(folder: Path, why: str) -> FileNotFoundError:

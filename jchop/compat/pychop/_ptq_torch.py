@@ -48,11 +48,8 @@ def round_layer_outputs(model: nn.Module, chop: Any, data: Iterable | None, meth
         ranges = _output_ranges(model, data, _method_for_calibrate(chop, method, percentile), chop)
         if missing := [name for name, layer in layers.items() if layer not in ranges]:
             names = ", ".join(map(repr, missing))
-            warnings.warn(
-                f"the outputs of the layers {names} are not rounded: no batch of calibration_data gave their range",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+            why = "no batch of calibration_data gave their range"
+            warnings.warn(f"the outputs of the layers {names} are not rounded: {why}", RuntimeWarning, stacklevel=3)
     for layer, output_range in ranges.items():
         layer.register_forward_hook(partial(_round_in_range, chop, output_range))
 
