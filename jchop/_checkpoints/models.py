@@ -195,17 +195,11 @@ class _ModelTensor(NamedTuple):
         shape = tuple(current.shape[len(stack) :]) if form is None else form.file_shape
         cast = cast if jnp.issubdtype(current.dtype, jnp.floating) else None
         dtype = cast or (isinstance(values[0], QArray) and getattr(layer, "dtype", None)) or current.dtype
-        parts: list[Any] = [
-            checkpoint.in_shape_and_dtype(name, value, shape, dtype)
-            for (name, _), value in zip(self.places(), values, strict=True)
-        ]
+        pairs = zip((name for name, _ in self.places()), values, strict=True)
+        parts: list[Any] = [checkpoint.in_shape_and_dtype(name, value, shape, dtype) for name, value in pairs]
         if form is not None:
-            parts = [
-                part.reshape(form.layout.shape(form.shape))
-                if isinstance(part, QArray)
-                else form.layout.back(part, form.shape)
-                for part in parts
-            ]
+            own, back = form.layout.shape(form.shape), form.layout.back
+            parts = [part.reshape(own) if isinstance(part, QArray) else back(part, form.shape) for part in parts]
         value = checkpoint.stacked(self.name, parts, stack) if stack else parts[0]
         if isinstance(current, QArray | StoredAs):
             check(

@@ -104,6 +104,18 @@ def look_for_matrix(part: str, dtype: np.dtype | None = None, each: int = 1, **b
     return look
 
 
+def two_lengths(data: np.ndarray) -> tuple[int, int]:
+    """The shape of a matrix that a tensor holds."""
+    ok = np.issubdtype(data.dtype, np.integer) and data.shape == (2,) and bool(((data > 0) & (data < 1 << 31)).all())
+    check(ok, "the shape must be two integers above zero and below 2^31")
+    return int(data[0]), int(data[1])
+
+
+def only_read(q: QArray, exact: bool) -> WrittenWeight:
+    """The writer of a layout that is only read."""
+    raise ValueError("the layout is only read")
+
+
 def fact_field(facts: LayoutFacts, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
     """A field of the facts; ValueError if it has another type. A missing one, or null, is the default."""
     value = facts.get(name)
@@ -297,10 +309,8 @@ def unsigned_pieces(parts: Pieces, bits: Sequence[int]) -> tuple[np.ndarray, np.
         ValueError: for other elements than integers of these widths, scales without a dtype, float zero points.
     """
     element = parts.fmt.element
-    widths = " or ".join(map(str, bits))
-    check(
-        isinstance(element, IntegerFormat) and element.bits in bits, f"its elements are not integers of {widths} bits"
-    )
+    fits = isinstance(element, IntegerFormat) and element.bits in bits
+    check(fits, f"its elements are not integers of {' or '.join(map(str, bits))} bits")
     check(parts.fmt.zero_point != "float", "its zero points are numbers, not integers")
     scale = float_scales(parts)
     middle = 1 << (element.bits - 1)

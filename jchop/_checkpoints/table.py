@@ -23,6 +23,7 @@ from jchop._checkpoints.row import (
     TensorSource,
     config_groups,
     fact_field,
+    only_read,
 )
 from jchop._common.checks import check, place_in_errors
 from jchop._common.files import json_object, short_text
@@ -266,11 +267,9 @@ _UNREADABLE_FORMATS = ("marlin-24", "sparse-bitmask", "sparse-24-bitmask", "mxfp
 def _check_layout_config(layout: str, config: LayoutFacts) -> None:
     sparsity = fact_field(config, "sparsity_config", dict, {}).get("format")
     formats = [config.get("format"), sparsity, *(group.get("format") for group in config_groups(config).values())]
-    wrong = [name for name in formats if name in _UNREADABLE_FORMATS]
-    if wrong:
-        raise ValueError(
-            f"{CONFIG_FIELD} has the format {wrong[0]!r}, which is not read; convert the model to another one first"
-        )
+    wrong = next((name for name in formats if name in _UNREADABLE_FORMATS), None)
+    remedy = "convert the model to another one first"
+    check(wrong is None, f"{CONFIG_FIELD} has the format {wrong!r}, which is not read; {remedy}")
     for name, values in _CONFIG_VALUES.get(layout, {}).items():
         value = config.get(name)
         if value is not None and str(value).lower() not in values:
@@ -440,7 +439,7 @@ _LAYOUT_LIST = (
     CheckpointLayout("fp8", (ct.FP8_TILES, ct.FP8_ONE_SCALE, *ct.DEEPSEEK_V4_ROWS), _FP8_CONFIG),
     CheckpointLayout("bitsandbytes", (layouts.NF4_ROW,), _NF4_CONFIG, appends=True),
     CheckpointLayout("torchao", _TORCHAO_ROWS, _torchao_config, records=True),
-    CheckpointLayout("modelopt", (replace(ct.MXFP8_ROW, write=ct.only_read), *ct.MODELOPT_ROWS), lambda *_: {}),
+    CheckpointLayout("modelopt", (replace(ct.MXFP8_ROW, write=only_read), *ct.MODELOPT_ROWS), lambda *_: {}),
     CheckpointLayout("mlx", (layouts.MLX_ROW, layouts.MLX_MODE_ROW), lambda *_: {}),
     CheckpointLayout("hqq", (layouts.HQQ_ROW,), lambda *_: {}),
     CheckpointLayout("llm_int8", (layouts.LLM_INT8_ROW,), lambda *_: {}),

@@ -174,7 +174,6 @@ class PackedTensor(nn.Module):
 
     # -- torch's protocols ---------------------------------------------------------------------------------------------
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedTensor:
-        del recurse
         device = self._buffers["qvalue"].device  # type: ignore[union-attr]
         dtype = fn(torch.empty(1, dtype=self.dtype, device=device)).dtype
         if dtype not in _NUMBER_DTYPES.values():
