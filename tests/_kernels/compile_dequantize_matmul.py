@@ -90,7 +90,7 @@ def case(
     scale_dtype: str,
     x64: bool = False,
 ) -> Iterator[Case]:
-    """The case of a shape, unless kernels of GPUs do not take it; of the body, if the chip is too old for the kernel."""
+    """The case of a shape, unless kernels of GPUs do not take it; of the body, if the chip is too old."""
     avals = arguments(shape, format, dtype, scale_dtype)
     text = f"dequantize_matmul {name} {shape} {dtype}, scales {scale_dtype}{', x64' if x64 else ''}"
     if not is_tpu(target):
