@@ -30,8 +30,8 @@ from jchop.ptq._data.collect import InputSums, input_means, pair_value
 from jchop.ptq._data.sites import Stage, WeightSites, rounded_sites
 from jchop.ptq._equalize.mapping import InputFactors, MappingRecord, map_parameters
 from jchop.ptq._records import Journal, PtqReport, StageRecord, WeightRow, run_facts
-from jchop.ptq._steps.round import RoundingOutcome, pruning_of, qarray_of, round_parameter
-from jchop.ptq._steps.steps import CalibrationSteps, HalfQuadratic, Sweep, as_steps, clip, gptq
+from jchop.ptq._steps.round import RoundingOutcome, param_neighbours, pruning_of, qarray_of, round_parameter
+from jchop.ptq._steps.steps import CalibrationSteps, HalfQuadratic, SignDescent, Sweep, as_steps, clip, gptq
 
 
 def pack_with_data(
@@ -58,9 +58,12 @@ def pack_with_data(
     check_instance("resume", resume, str | os.PathLike | None, "the path of a folder, or None")
     if in_order and any(step.online for step in plan.mappings):
         raise ValueError("steps: online=True cannot stand beside sequential() or correct_error(); leave one out")
-    memory_limit = passes.memory_bytes(memory)
+    memory_limit, of_results = passes.memory_bytes(memory), _descends_results(plan)
+    if of_results and (in_order or memory_limit is not None or any(step.online for step in plan.mappings)):
+        raise ValueError(f"{plan.sweep} cannot stand beside sequential(), correct_error(), online=True or memory=; "
+                         "leave them out")  # fmt: skip
     passes.check_batches(
-        batches, repeated=in_order or bool(plan.mappings) or resume is not None or memory_limit is not None
+        batches, repeated=in_order or bool(plan.mappings or resume or memory_limit is not None or of_results)
     )
     if key is not None:
         check_key("key", key)
@@ -89,6 +92,7 @@ class _CalibrationJob:
         self.low, self.params, self.data, self.steps, self.key = data.low, data.params, data, steps, key
         self.mapping_record, self.journal, self.tell, self.memory = mapping_record, journal, tell, memory
         self.rows: list[WeightRow] = []
+        self.above: Mapping[int, Array] = {}  # which numbers take the neighbour above, if that is chosen before
         self.passes = mapping_record.passes
 
     def round_in_one_pass(self) -> None:
@@ -101,7 +105,27 @@ class _CalibrationJob:
             if self.journal is not None:
                 self.journal.save_sums(sums)
         self._start(trace)
-        self._round_stages([passes.StagePart(tuple(self.stages), (), None)], lambda _: sums)
+        parts = [passes.StagePart(tuple(self.stages), (), None)]
+        if _descends_results(self.steps):
+            self._choose_by_results(parts, sums)
+        self._round_stages(parts, lambda _: sums)
+
+    def _choose_by_results(self, parts: Sequence[passes.StagePart], sums: Any) -> None:
+        """Choose the neighbours of all numbers by the results of the function, under the scales of each weight."""
+        steps, journal, tell = self.steps, self.journal, self.tell
+        assert isinstance(steps.sweep, SignDescent)
+        self.steps, self.journal, self.tell = replace(steps, sweep=None, biases=None), None, None
+        self._round_stages(parts, lambda _: sums)
+        self.steps, self.journal, self.tell, self.rows, self.passes = steps, journal, tell, [], self.passes - len(parts)
+        packed = {i: self.low_leaves.get(i, self.leaves[self.call.places[i]]) for i in self.program.placements}
+        targets: dict[int, tuple[Array, Array, Array]] = {}
+        for leaf in self.weight_sites.keys() - self.sites.others.keys():
+            weight = self.program.placements[leaf][0].rotate(jnp.asarray(self.call.values[leaf]))
+            stack = self.weight_sites[leaf].stack
+            targets[leaf] = weight, *param_neighbours(packed[leaf], weight, stack)
+        fixed = {leaf: unpack_param(value) for leaf, value in packed.items() if leaf not in targets}
+        self.above, count = self.data.descend(steps.sweep, targets, fixed)
+        self.passes += count
 
     def round_in_several_passes(self) -> None:
         """The same with the statistics of some weights at a time; or in order, by the model as it is rounded so far."""
@@ -267,7 +291,8 @@ class _CalibrationJob:
                 cross = None if cross is None else change.gram(cross)
                 shift = None if shift is None else change.inputs(shift)
             rounding_key = self._rounding_key(placement, leaf, *turn)
-            outcome = round_parameter(weight, gram, cross, rounding_key, placement=placement, **options)
+            above = self.above[leaf][turn] if leaf in self.above else None
+            outcome = round_parameter(weight, gram, cross, rounding_key, placement=placement, above=above, **options)
         if bool(outcome.no_factor.any()):
             raise ValueError(
                 f"params: the inputs of {path!r} have a Gram matrix that cannot be factorized even with damping="
@@ -409,6 +434,8 @@ def _check_step_formats(
     """Refuse to prune a weight whose format has no zero, and to search zero points that it has not."""
     spec, fmt = placement.spec, placement.spec.scaled
     pruning = pruning_of(steps, spec)
+    if pruning is not None and _descends_results(steps):
+        raise ValueError(f"{steps.sweep} rounds no weight that is pruned, as {path!r} is; leave loss out")
     if pruning is not None and (spec.element.code_of(0) is None or (fmt and fmt.zero_point == "float")):
         raise ValueError(f"{pruning} makes numbers of {path!r} zero, which {str(spec)!r} does not have")
     if pruning is not None and fmt is not None and fmt.sparse is not None:
@@ -423,6 +450,11 @@ def _check_step_formats(
             check_float_zero_points(spec)
         except ValueError as error:
             raise ValueError(f"{steps.scales} of {path!r}: {error}") from None
+
+
+def _descends_results(steps: CalibrationSteps) -> bool:
+    """Whether weights are rounded by the results of the function."""
+    return isinstance(steps.sweep, SignDescent) and steps.sweep.loss == "results"
 
 
 def _sparse_along_sum(shape: Sequence[int], placement: WeightLayout, use: ParamUse) -> bool:

@@ -199,6 +199,7 @@ def ptq() -> Iterator[Call]:
     steps: dict[str, Any] = {
         "default": None, "nothing": lambda p: [], "gptq": lambda p: p.gptq(order="plain", damping=0.02, block=8), "clip": lambda p: [p.clip(points=4, least=0.6), p.gptq()],
         "sign_round": lambda p: p.sign_round(iterations=5, rate=0.25, momentum=0.5), "sparse": lambda p: [p.sparse(n=2, m=4, by="inputs"), p.gptq()],
+        "sign_round results": lambda p: p.sign_round(5, loss="results"),
         "sparse loss": lambda p: [p.sparse(1, 4), p.gptq()], "correct_error": lambda p: [p.correct_error(strength=0.25, damping=0.02), p.gptq()],
         "biases": lambda p: [p.gptq(), p.correct_biases()], "smooth": lambda p: [p.smooth(alpha=0.25)], "awq": lambda p: [p.awq(points=4, duo=False), p.gptq()],
         "rotate": lambda p: [p.rotate(seed=3)],

@@ -16,7 +16,8 @@ from jax import Array
 
 from jchop._common.checks import check, check_instance
 from jchop._common.text import table_lines
-from jchop._quantized.program.call import Keys, batch_arguments, check_batches, enumerate_batches
+from jchop._program.run import interpret
+from jchop._quantized.program.call import CallArguments, Keys, batch_arguments, check_batches, enumerate_batches
 from jchop._quantized.program.runner import QuantizedRunner
 from jchop._quantized.quantize_fn import QuantizedFunction
 from jchop.ptq._data.collect import (
@@ -29,6 +30,8 @@ from jchop.ptq._data.collect import (
     sums_over_rows,
 )
 from jchop.ptq._data.sites import Stage, WeightSite, WeightSites, find_sites
+from jchop.ptq._steps.round import fraction_of_gap, move_offset
+from jchop.ptq._steps.steps import SignDescent
 
 _BYTE_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -262,6 +265,65 @@ class BatchData:
             for use_key, sums in errors.items():
                 total[use_key] = total.get(use_key, 0) + np.diagonal(np.asarray(pair_value(sums.gram)[0], np.float64))
         return {use_key: tuple(map(float, sums)) for use_key, sums in total.items()}  # type: ignore[misc]
+
+    def descend(
+        self, step: SignDescent, targets: Mapping[int, tuple[Array, Array, Array]], fixed: Mapping[int, Array]
+    ) -> tuple[dict[int, Array], int]:
+        """Which numbers take the neighbour above, as by `sign_descent`, for the error of all results in all batches.
+
+        Args:
+            step: the step.
+            targets: the numbers of each weight, and their neighbours below and above, by index.
+            fixed: other rounded parameters.
+
+        Returns:
+            The choices with the least error, and the number of passes over the batches.
+
+        Raises:
+            ValueError: for results that are not finite.
+        """
+        no_backward = dict.fromkeys(("gradient", "input_gradient", "weight_gradient"))
+        programs: dict[int, Any] = {}  # by the number of the batch
+        functions: dict[int, Any] = {}
+
+        def error_and_slopes(index: int, batch: Any, numbers: Mapping[int, Array]) -> tuple[Array, dict[int, Array]]:
+            program = programs[index] = programs.get(index) or self.program(batch)[0]
+            if id(program) not in functions:
+                roundings = program.runner.roundings.items()
+                low = QuantizedRunner({i: replace(how, codes=False, **no_backward) for i, how in roundings})
+
+                def error(numbers: Mapping[int, Array], fixed: Mapping[int, Array], values: list[Any]) -> Array:
+                    rounded = [numbers.get(i, fixed.get(i, value)) for i, value in enumerate(values)]
+                    runs = [interpret(*run) for run in (
+                        (QuantizedRunner({}), program.plan, self.keys, values), (low, program.plan, self.keys, rounded)
+                    )]  # fmt: skip
+                    pairs = ((a, b) for a, b in zip(*runs, strict=True) if jnp.issubdtype(a.dtype, jnp.inexact))
+                    return sum((jnp.square(jnp.abs(a - b)).sum() for a, b in pairs), jnp.zeros(()))
+
+                functions[id(program)] = jax.jit(jax.value_and_grad(error))
+            values = CallArguments(self.params, batch_arguments(batch), {}).values
+            return functions[id(program)](numbers, dict(fixed), [*map(_as_jax_leaf, values)])
+
+        @jax.jit
+        def choose(offsets: dict[int, Array]) -> tuple[dict[int, Array], dict[int, Array]]:
+            places = {i: fraction_of_gap(*targets[i]) for i in offsets}
+            takes_above = {i: (fraction + offsets[i] > 0.5) & (gap > 0) for i, (fraction, gap) in places.items()}
+            return takes_above, {i: jnp.where(v, targets[i][2], targets[i][1]) for i, v in takes_above.items()}
+
+        offsets = slope_sums = {i: jnp.zeros_like(weight) for i, (weight, *_) in targets.items()}
+        best, least = choose(offsets)[0], math.inf
+        for i in range(step.iterations + 1):
+            takes_above, numbers = choose(offsets)
+            runs = [error_and_slopes(index, batch, numbers) for index, batch in enumerate_batches(self.batches)]
+            error = math.fsum(float(error) for error, _ in runs)
+            check(math.isfinite(error), f"batches give results, or errors of them, that are not finite, for {step}")
+            if error < least:
+                best, least = takes_above, error
+            slope_sums = jax.tree.map(lambda v, *slopes: step.momentum * v + sum(slopes), slope_sums,
+                                      *(slopes for _, slopes in runs))  # fmt: skip
+            move = partial(move_offset, i=i, iterations=step.iterations, rate=step.rate)
+            offsets = jax.tree.map(move, offsets, slope_sums)
+        return best, step.iterations + 1
 
     def _collector(self, program: Any, lane_count: int, round_activations: bool, leaves: frozenset[int]) -> Collector:
         roundings = {

@@ -454,6 +454,28 @@ def neighbours(matrix: Array, scales: ElementScales) -> tuple[tuple[Array, Array
     return below, above  # type: ignore[return-value]
 
 
+def param_neighbours(packed_weight: QArray | StoredAs, target: Array, stack: int) -> tuple[Array, Array]:
+    """The numbers around each number of a parameter with `stack` axes of a stack, under the scales of a packed one."""
+    below, above = [], []
+    for turn in np.ndindex(*target.shape[:stack]):
+        scales = element_scales(qarray_of(jax.tree.map(lambda v, turn=turn: v[turn], packed_weight)))
+        rows = scales.with_elements([part.reshape(1, -1) for part in scales.by_element])
+        for numbers, (_, own) in zip((below, above), neighbours(target[turn].reshape(1, -1), rows), strict=True):
+            numbers.append(own)
+    return tuple(jnp.concatenate(numbers).reshape(target.shape) for numbers in (below, above))  # type: ignore[return-value]
+
+
+def fraction_of_gap(matrix: Array, below: Array, above: Array) -> tuple[Array, Array]:
+    """Where each number is between its neighbours, from 0 to 1, and their distance."""
+    gap = above - below
+    return jnp.where(gap > 0, (matrix - below) / jnp.where(gap > 0, gap, 1), 0), gap
+
+
+def move_offset(offset: Array, slope_sum: Array, i: Any, iterations: int, rate: float) -> Array:
+    """The offset after a step against the signs of gradients."""
+    return jnp.clip(offset - rate * (1 - i / iterations) / iterations * jnp.sign(slope_sum), -0.5, 0.5)
+
+
 @partial(always_jit, static_argnames=("iterations", "rate", "momentum"))
 def sign_descent(
     matrix: Array, gram: Array, below: Array, above: Array, *, iterations: int, rate: float, momentum: float
@@ -474,8 +496,7 @@ def sign_descent(
         rate: the first rate times the number of steps.
         momentum: the share of the sum of gradients that is kept in each step.
     """
-    gap = above - below
-    fraction = jnp.where(gap > 0, (matrix - below) / jnp.where(gap > 0, gap, 1), 0)
+    fraction, gap = fraction_of_gap(matrix, below, above)
 
     def step(i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
         offset, slope_sum, best, least_loss = state
@@ -485,7 +506,7 @@ def sign_descent(
         loss = (error * slope).sum(0)
         is_better = loss < least_loss
         slope_sum = momentum * slope_sum + slope
-        offset = jnp.clip(offset - rate * (1 - i / iterations) / iterations * jnp.sign(slope_sum), -0.5, 0.5)
+        offset = move_offset(offset, slope_sum, i, iterations, rate)
         return offset, slope_sum, jnp.where(is_better[None, :], takes_above, best), jnp.minimum(loss, least_loss)
 
     zeros = jnp.zeros_like(matrix)
@@ -532,6 +553,7 @@ def round_parameter(
     placement: WeightLayout,
     layout: MatrixLayout,
     steps: CalibrationSteps,
+    above: Array | None = None,
 ) -> RoundingOutcome:
     """A parameter without axes of a stack, rounded.
 
@@ -543,6 +565,7 @@ def round_parameter(
         placement: its rounding.
         layout: it as matrices.
         steps: the steps to take.
+        above: which numbers take the neighbour above; None if the steps choose it.
     """
     dtype = jnp.promote_types(weight.dtype, jnp.float32)
     gram = gram.astype(dtype)
@@ -585,7 +608,8 @@ def round_parameter(
         choose = partial(_choose_codes, steps.sweep, pruning, scales, key)
         by_element = tuple(layout.lay(part) for part in scales.by_element)
         numbers = jnp.arange(layout.matrix_shape[0])
-        entries = _each_matrix(choose, numbers, target_matrices, gram, by_element, mask, order_and_factor)
+        chosen = None if above is None else layout.lay(above)
+        entries = _each_matrix(choose, numbers, target_matrices, gram, by_element, mask, order_and_factor, chosen)
         packed_weight = with_entries(packed_weight, layout.back(entries).reshape(q.shape))
     if order_and_factor is not None:
         _, factor = order_and_factor
@@ -642,15 +666,18 @@ def _choose_codes(
     by_element: tuple[Array, ...],
     mask: Array | None,
     order_and_factor: tuple[Array, InverseFactor] | None,
+    takes_above: Array | None,
 ) -> Array:
     """The codes of a matrix (summed, kept) under scales by element.
 
-    `mask` has the numbers that are not pruned; None for all.
+    `mask` has the numbers that are not pruned; None for all. `takes_above` are choices of neighbours that are made.
     """
     if isinstance(step, SignDescent):
         kept = matrix if mask is None else jnp.where(mask, matrix, 0)
         below, above = neighbours(kept, scales.with_elements(by_element))
-        takes_above, _ = sign_descent(matrix, gram, below[1], above[1], **vars(step))
+        if takes_above is None:
+            options = {"iterations": step.iterations, "rate": step.rate, "momentum": step.momentum}
+            takes_above, _ = sign_descent(matrix, gram, below[1], above[1], **options)
         return jnp.where(takes_above, above[0], below[0])
     assert order_and_factor is not None
     order, factor = order_and_factor

@@ -127,6 +127,7 @@ class SignDescent(CalibrationStep):
     iterations: int
     rate: float
     momentum: float
+    loss: str = "product"
 
 
 @dataclass(frozen=True)
@@ -289,23 +290,31 @@ def gptq(order: Literal["activation", "plain"] = "activation", *, damping: float
     return Sweep(order, check_float("damping", damping, 0), check_int("block", block, 1))
 
 
-def sign_round(iterations: int = 200, *, rate: float = 0.5, momentum: float = 0.9) -> SignDescent:
+def sign_round(
+    iterations: int = 200, *, rate: float = 0.5, momentum: float = 0.9, loss: Literal["product", "results"] = "product"
+) -> SignDescent:
     """Rounds each number to one of its two neighbours, chosen by descent along the signs of gradients (SignRound).
 
-    The error of the product is computed from the Gram matrix of its inputs, so no data are run again. Neighbours are
-    values of the format under its scales. Every format has them, and the rounding mode of the spec plays no part.
+    Neighbours are values of the format under its scales. Every format has them, and the rounding mode of the spec plays
+    no part.
 
     Args:
         iterations: the number of steps. Default 200.
         rate: the move of an offset in the first step, times `iterations`; it falls to 0. An offset is from -1/2 to 1/2
             of the distance of the neighbours. Above 0. Default 0.5.
         momentum: the momentum of the descent, from 0 to below 1. Default 0.9.
+        loss: the squared error that falls. ``"product"`` (default): of each weight's product, from the Gram matrix of
+            its inputs, so no data are run again. ``"results"``: of all results of the function, for all weights
+            together. A step then runs every batch forward and backward. For block-wise reconstruction, round the
+            function of each block. Inputs are not rounded in order (`sequential`, `correct_error`), weights are not
+            pruned, and the statistics are in memory at once.
 
     Raises:
         TypeError, ValueError: for an argument out of range.
 
     Source: Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs", 2023. It
-    has rate 1, no momentum, and gradients of the outputs of a block. Its clipping of scales is left out here.
+    has rate 1, no momentum, and the results of a block. Its clipping of scales is left out here. Reconstruction of
+    blocks is that of Li et al., "BRECQ", arXiv 2102.05426, 2021.
 
     Example:
         >>> import jchop as jc
@@ -316,6 +325,7 @@ def sign_round(iterations: int = 200, *, rate: float = 0.5, momentum: float = 0.
         check_int("iterations", iterations, 1, (1 << 31) - 1),
         check_float("rate", rate, 0, ends="(]"),
         check_float("momentum", momentum, 0, 1, "[)"),
+        check_choice("loss", loss, ("product", "results")),
     )
 
 
