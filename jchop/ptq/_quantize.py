@@ -117,10 +117,10 @@ class _CalibrationJob:
         self.steps, self.journal, self.tell = replace(steps, sweep=None, biases=None), None, None
         self._round_stages(parts, lambda _: sums)
         self.steps, self.journal, self.tell, self.rows, self.passes = steps, journal, tell, [], self.passes - len(parts)
-        packed = {i: self.low_leaves.get(i, self.leaves[self.call.places[i]]) for i in self.program.placements}
+        packed = {i: self.low_leaves.get(i, self.leaves[self.call.places[i]]) for i in self.program.rounded_params}
         targets: dict[int, tuple[Array, Array, Array]] = {}
         for leaf in self.weight_sites.keys() - self.sites.others.keys():
-            weight = self.program.placements[leaf][0].rotate(jnp.asarray(self.call.values[leaf]))
+            weight = self.program.rounded_params[leaf].layout.rotate(jnp.asarray(self.call.values[leaf]))
             stack = self.weight_sites[leaf].stack
             targets[leaf] = weight, *param_neighbours(packed[leaf], weight, stack)
         fixed = {leaf: unpack_param(value) for leaf, value in packed.items() if leaf not in targets}
