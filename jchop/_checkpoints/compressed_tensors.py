@@ -92,6 +92,7 @@ def activation_arguments(spec: Spec) -> dict[str, Any] | None:
 
 
 def _read_pack(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
+    """The array of integers packed in words, with zero points packed or not, in groups or an order of columns."""
     words, shape = parts["weight_packed"], row.two_lengths(parts["weight_shape"])
     scale = row.as_scales(parts["weight_scale"], shape)
     check(words.shape[0] == shape[0], f"weight_packed has {words.shape[0]} rows, and weight_shape {list(shape)}")

@@ -263,6 +263,7 @@ def _hqq_integer(data: np.ndarray, name: str) -> int:
 
 
 def _read_hqq(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
+    """The array of HQQ, whose groups of `group_size` numbers run along axis 0 or 1 of the flat weight."""
     shape, text = row.two_lengths(parts["shape"]), parts["packing"]
     packing = text.astype(np.uint8).tobytes()[:16].decode("latin-1")
     check(packing in _HQQ_WIDTHS, f"packing={short_text(packing)} must be one of {', '.join(_HQQ_WIDTHS)}")
@@ -447,6 +448,7 @@ def _grouping(facts: row.LayoutFacts, shape: Sequence[int], scale: np.ndarray) -
 
 
 def _read_int8(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
+    """The array of torchao's integers of `target_dtype`, stored as int8, with integer zero points."""
     codes, target = parts["qdata"], row.fact_field(facts, "target_dtype", dict, {})
     match = re.fullmatch(r"int([2-8])", str(target.get("_data", "int8")))
     check(match is not None, f"target_dtype={short_text(target)} must be one of int2 to int8")

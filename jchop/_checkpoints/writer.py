@@ -344,6 +344,7 @@ class LayoutRecord:
     def _add_in_rows(
         self, layout: table.CheckpointLayout, name: str, q: QArray, exact: bool, inputs: Mapping[str, Any] | None
     ) -> dict[str, Any]:
+        """The tensors of an array in the first row of the layout that it fits, else that a cast of it fits."""
         wrong = f"{name!r} is quantized, and the layout {layout.name}"
         words = f"(out, in). The layouts {OWN_LAYOUT} and {PLAIN_LAYOUT} hold any name; names= of jchop.save_checkpoint"
         named = layout.appends or f".{name}".endswith(f".{table.WEIGHT_NAME}")

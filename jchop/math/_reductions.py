@@ -282,6 +282,7 @@ def logsumexp(
 def _run_reduction(
     function: Any, x: Any, spec: MatmulSpec, key: Any, axis: Axes, keepdims: bool, *masked: Any, **options: Any
 ) -> Any:
+    """A sum, or a function made of sums, over axes of `x`, in an emulated order."""
     arrays, axes, mask = _reduction_operands(x, axis, keepdims, *masked)
     count = math.prod(arrays[0].shape[a] for a in axes)
     if function in (_mean, _variance, _deviation):

@@ -29,7 +29,7 @@ class DoubleWord:
 
 
 def multiply_exactly(x: Array, y: Array, carrier: Carrier) -> ExactResult:
-    """The exact product."""
+    """The exact product of two carrier values."""
     (xs, xm), (ys, ym) = split_sign(x, carrier), split_sign(y, carrier)
     product = _multiply_magnitudes(xs, xm, ys, ym, carrier)
     v = _exact_of_product(product, carrier)

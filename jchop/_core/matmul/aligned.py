@@ -307,7 +307,7 @@ def _negate_limbs_if(negative: Array, high: Array, low: Array) -> _Limbs:
 
 
 def fused_add_limbs(c: Array, x: _Factors, y: _Factors, unit: TensorCoreUnit, word: Array | None) -> Array:
-    """A(t(c) + the sum of t(x_i y_i)), elementwise.
+    """The sum of c and the products x_i y_i, elementwise: terms cut to one grid, summed exactly, rounded once.
 
     Args:
         c: float32 accumulators.
@@ -333,6 +333,7 @@ def fused_add_limbs(c: Array, x: _Factors, y: _Factors, unit: TensorCoreUnit, wo
 def _exact_sum_of_all_terms(
     x: _Factors, y: _Factors, exponents: list[Array], floats: list[Array], c: _Accumulator, unit: TensorCoreUnit
 ) -> ExactResult:
+    """The exact sum of c and the products, aligned to the largest exponent of all of them."""
     negative, digits, c_exp = c
     largest = reduce(jnp.maximum, exponents, _exponent_of_sum(digits, c_exp, unit))
     bits, unit_exponent = unit.bits, largest - unit.bits
@@ -357,6 +358,7 @@ def _exact_sum_of_all_terms(
 def _exact_sum_of_products_first(
     x: _Factors, y: _Factors, exponents: list[Array], floats: list[Array], c: _Accumulator, unit: TensorCoreUnit
 ) -> ExactResult:
+    """The exact sum of c and the products, where products are aligned among themselves, then their sum and c."""
     negative, digits, c_exp = c
     parts = []
     for half in range(unit.halves):

@@ -148,6 +148,7 @@ def _round_plain_tile(x: Array, largest: Array, plan: ScaledPlan) -> Array:
 
 
 def _round_plain_quotient(quotient: Array, fmt: FloatFormat) -> tuple[Array, grid_elements.GridStep]:
+    """The sign bits and the grid steps of quotients, clamped to the format's largest value."""
     sign, bits = split_sign(quotient, FLOAT32)
     return sign, grid_elements.nearest_grid_step(jnp.minimum(bits_to_float(bits), float(fmt.max)), fmt)
 
@@ -269,6 +270,7 @@ def _encode_uniform_tile(
 def _encode_float_tile(
     x: Array, scale: _SplitScale, quotient_limits: tuple[float, float] | None, fmt: FloatFormat
 ) -> Array:
+    """Codes of a tile's numbers over its scale: a guess by the inverse, then a comparison with the middle."""
     sign, magnitude = split_sign(x, FLOAT32)
     magnitude = bits_to_float(magnitude)
     guess = magnitude * scale.inverse

@@ -253,7 +253,7 @@ class RandomDraw:
 
 @dataclass(frozen=True, kw_only=True)
 class EmulatedStep(ProgramStep):
-    """One equation and its arithmetic.
+    """A step of a plan: one equation and its arithmetic.
 
     Args:
         choice: its arithmetic.

@@ -519,6 +519,7 @@ def _blame_notes(diverges: bool, error: float, value: float, rest: float, rows: 
 
 
 def _run_tape(program: EmulatedProgram, tape: Tape, names: Sequence[str], entry: ProgramEntry) -> list[ValuePair]:
+    """Runs an emulated program and its reference on the tape; gives the pairs of its results."""
     values, constants, inner_seeds = entry
     all_values = (*program.values, *program.plan.consts)
     names = (*names, *("constant" for _ in program.plan.consts))

@@ -645,6 +645,7 @@ def _choice_text(choice: ArithmeticChoice) -> str:
 
 
 def _cost_function(problem: TuningProblem, cost: str | CostFunction) -> Callable[[tuple[int, ...]], float]:
+    """The cost of an assignment: bytes, mean bits, or the function that the user gave."""
     if callable(cost):
 
         def custom_cost(assignment: tuple[int, ...]) -> float:
