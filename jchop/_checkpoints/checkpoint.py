@@ -470,11 +470,9 @@ def in_shape_and_dtype(
         return replace(value, dtype=np.dtype(dtype))
     with np.errstate(over="ignore"):
         numbers = value.astype(dtype)
-    if not bool(((numbers.astype(value.dtype) == value) | (value != value)).all()):
-        raise ValueError(
-            f"{name!r} in {value.dtype} has numbers that {dtype} of the model has not: make the model with "
-            f"param_dtype={value.dtype}"
-        )
+    same = bool(((numbers.astype(value.dtype) == value) | (value != value)).all())
+    wrong = f"{name!r} in {value.dtype} has numbers that {dtype} of the model has not"
+    check(same, f"{wrong}: make the model with param_dtype={value.dtype}")
     return numbers
 
 

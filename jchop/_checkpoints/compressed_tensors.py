@@ -181,11 +181,8 @@ def _with_one_scale(parts: dict[str, Any], facts: dict[str, Any]) -> row.Written
 def _write_pack(q: QArray, exact: bool) -> row.WrittenWeight:
     """The tensors and facts of integers in words; zero points only if one is not the middle of the codes."""
     weight, index = row.group_by_column(row.pieces(q))
-    check(
-        index is None,
-        "its columns are in groups of any order (g_idx), which compressed-tensors since 0.20 does not have; "
-        "gptq and gptq_v2 hold them",
-    )
+    others = "which compressed-tensors since 0.20 does not have; gptq and gptq_v2 hold them"
+    check(index is None, f"its columns are in groups of any order (g_idx), {others}")
     codes, scale, zero = row.unsigned_pieces(weight, _PACK_WIDTHS)
     bits = weight.fmt.element.bits
     symmetric = bool((zero == 1 << (bits - 1)).all())

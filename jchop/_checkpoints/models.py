@@ -152,11 +152,9 @@ class _ModelTensor(NamedTuple):
         """The names of its tensors, each with its indexes in a stack; ``()`` without a stack."""
         form, shape = self._form, self.variable.get_value().shape
         stack = self.name.count("*") if form is None else form.stack
-        check(
-            self.name.count("*") == stack < 1 + len(shape),
-            f"{self.key} of shape {list(shape)} at {self.entry.paths[0]!r} is a stack of {stack} axes: names= "
-            f"must give a name with {stack} '*' for its indexes, as 'layers.*.up.weight', not {self.name!r}",
-        )
+        where = f"{self.key} of shape {list(shape)} at {self.entry.paths[0]!r}"
+        remedy = f"names= must give a name with {stack} '*' for its indexes, as 'layers.*.up.weight', not {self.name!r}"
+        check(self.name.count("*") == stack < 1 + len(shape), f"{where} is a stack of {stack} axes: {remedy}")
         return [(checkpoint.name_in_stack(self.name, index), index) for index in np.ndindex(*shape[:stack])]
 
     def arrays(self) -> Iterator[tuple[str, Any]]:

@@ -174,11 +174,9 @@ def kinds_from(shape: Sequence[int], scales: Sequence[int], block: Sequence[int]
         OWN_SCALE if m == n else WHOLE_AXIS if m == 1 else size for n, m, size in zip(shape, scales, sizes, strict=True)
     ]
     unsure = block is None and isinstance(kinds[0], int) and any(isinstance(k, int) and k & k - 1 for k in kinds)
-    check(
-        fits and not unsure,
-        f"scales of shape {list(scales)} do not divide a weight of shape {list(shape)} into "
-        + (f"groups of {list(sizes)}" if block else "blocks of a known size" if unsure else "equal groups"),
-    )
+    groups = f"groups of {list(sizes)}" if block else "blocks of a known size" if unsure else "equal groups"
+    shapes = f"scales of shape {list(scales)} do not divide a weight of shape {list(shape)}"
+    check(fits and not unsure, f"{shapes} into {groups}")
     return kinds
 
 

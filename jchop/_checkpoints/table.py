@@ -308,10 +308,8 @@ def _module_facts(config: LayoutFacts) -> Callable[[str], dict[str, Any]]:
     def own(module: str) -> dict[str, Any]:
         named = isinstance(fields.get(module), dict)
         count = max(len(kinds) * (module not in by_module), len(patterns) * (not named))
-        if count > _MOST_GROUPS:
-            raise ValueError(
-                f"{CONFIG_FIELD} has {count} different groups, and none of them names {short_text(module)}"
-            )
+        why = f"has {count} different groups, and none of them names {short_text(module)}"
+        check(count <= _MOST_GROUPS, f"{CONFIG_FIELD} {why}")
         candidates = [fields[module]] if named else [{}, *patterns.values()]
         return {"module": module, "config_groups": by_module.get(module, kinds), FIELDS_OF_MODULE: candidates}
 

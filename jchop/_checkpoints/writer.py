@@ -94,10 +94,8 @@ def write_jobs(jobs: Sequence[WriteJob], target: Path, options: WriteOptions) ->
         in_memory = replace(options, shard_bytes=SHARD_BYTES)
         _write_tensors(target, jobs, in_memory, 0, sum(job.nbytes for job in jobs))
     else:
-        if target.exists() and not target.is_dir():
-            raise ValueError(
-                f"{target} is a file; tensors are written to a folder, or to a file that ends in .safetensors or .gguf"
-            )
+        places = "tensors are written to a folder, or to a file that ends in .safetensors or .gguf"
+        check(target.is_dir() or not target.exists(), f"{target} is a file; {places}")
         return _write_folder(jobs, target, options)
     return False
 
@@ -717,8 +715,6 @@ def _other_files(source: Path) -> list[Path]:
     others = [path for path in sorted(source.iterdir()) if path.is_file() and path.suffix not in _WEIGHT_SUFFIXES]
     others = [path for path in others if not path.name.startswith(".") and path.name != safetensors.INDEX_FILE]
     for path in others:
-        if not any(path.resolve().is_relative_to(place) for place in homes):
-            raise ValueError(
-                f"{path} is a link to a file outside of the folder: put the file in its place, or remove it"
-            )
+        is_inside = any(path.resolve().is_relative_to(place) for place in homes)
+        check(is_inside, f"{path} is a link to a file outside of the folder: put the file in its place, or remove it")
     return [path for path in others if path.name != safetensors.CONFIG_FILE]

@@ -373,10 +373,8 @@ class QArray:
         whole = sharding.update(spec=PartitionSpec(*names))
         # A tensor scale has only axes that vmap added.
         result = jax.tree.map(lambda leaf: fit_sharding(whole, leaf.shape), self)
-        if tuple(result.qvalue.spec) != names[: len(self.qvalue.shape)]:
-            raise ValueError(
-                f"sharding={sharding} does not cut codes of shape {list(self.qvalue.shape)} into equal parts"
-            )
+        cuts, shape = tuple(result.qvalue.spec) == names[: len(self.qvalue.shape)], list(self.qvalue.shape)
+        check(cuts, f"sharding={sharding} does not cut codes of shape {shape} into equal parts")
         return result
 
     # -- internals -----------------------------------------------------------------------------------------------------

@@ -530,11 +530,8 @@ def check_float_zero_points(spec: Spec) -> ScaledFormat:
             "are numbers: zero_point='float', in text 'uint4(group=64,zero_point=float)'"
         )
     check(fmt.sparse is None, f"spec={str(spec)!r} drops numbers, which the search does not; leave sparse out")
-    if fmt.scale not in _codes.CARRIER_FORMATS.values():
-        raise ValueError(
-            f"spec={str(spec)!r} has scale={str(fmt.scale)!r}; the search needs one of "
-            "float16, bfloat16, float32 and float64"
-        )
+    is_carrier, needs = fmt.scale in _codes.CARRIER_FORMATS.values(), "one of float16, bfloat16, float32 and float64"
+    check(is_carrier, f"spec={str(spec)!r} has scale={str(fmt.scale)!r}; the search needs {needs}")
     return fmt
 
 

@@ -53,7 +53,9 @@ def to_qwix(q: QArray) -> Any:
     has = "one scale for each group, codes of all numbers, and zero points that are codes"
     check(ok, f"q is of {q.spec.format}; qwix has {has}")
     assert fmt is not None and isinstance(fmt.scale, formats.FloatFormat)
-    qtype = _qtype_of(fmt.element)
+    name = next((name for name, own in _QWIX_ELEMENTS.items() if own == fmt.element), None)
+    check(name is not None, f"q has elements of {fmt.element}, for which qwix has no type")
+    qtype = name if name in _QWIX_TEXTS else jnp.dtype(name)
     groups = fmt.group_shape(q.shape[batch_axes(q.spec, q.shape, q.scale) :])
     core = q.shape[len(q.shape) - len(groups) :]
     if any(n % group for n, group in zip(core, groups, strict=True)):
@@ -125,13 +127,6 @@ _QWIX_ELEMENTS: dict[str, formats.ElementFormat] = {
     **{f"uint{bits}": formats.IntegerFormat(bits, signed=False) for bits in (4, 8)},
 }
 _QWIX_TEXTS = (_QWIX_NF4, "int2", "int3", "int5", "int6", "int7")
-
-
-def _qtype_of(element: formats.ElementFormat) -> Any:
-    """The qtype in qwix of an element format."""
-    name = next((name for name, fmt in _QWIX_ELEMENTS.items() if fmt == element), None)
-    check(name is not None, f"q has elements of {element}, for which qwix has no type")
-    return name if name in _QWIX_TEXTS else jnp.dtype(name)
 
 
 def _element_of_qtype(qtype: Any) -> formats.ElementFormat:

@@ -194,11 +194,9 @@ def header_of(entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -
         fields[name] = {"dtype": entry.dtype_name, "shape": list(entry.shape), "data_offsets": offsets}
     header = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     header += b" " * (-len(header) % 8)
-    if len(header) > _MOST_HEADER_BYTES or max(len(entries), len(metadata)) > files.MOST_ENTRIES:
-        raise ValueError(
-            f"{len(entries)} tensors and {len(metadata)} metadata make a header of {len(header)} bytes; a file has "
-            f"at most {files.MOST_ENTRIES} of each and a header of {_MOST_HEADER_BYTES}"
-        )
+    fits = len(header) <= _MOST_HEADER_BYTES and max(len(entries), len(metadata)) <= files.MOST_ENTRIES
+    made = f"{len(entries)} tensors and {len(metadata)} metadata make a header of {len(header)} bytes"
+    check(fits, f"{made}; a file has at most {files.MOST_ENTRIES} of each and a header of {_MOST_HEADER_BYTES}")
     return len(header).to_bytes(8, "little") + header
 
 

@@ -60,11 +60,8 @@ def _method_for_calibrate(chop: Any, method: str, percentile: float) -> str:
         return f"percentile({percentile})"
     if isinstance(chop, Chopi):
         return {"kl_divergence": "entropy"}.get(method, method)
-    if method == "kl_divergence":
-        kind = type(chop).__name__
-        raise ValueError(
-            f"calibration_method='kl_divergence' needs equally spaced levels, which {kind} does not have; use 'mse'"
-        )
+    needs = f"equally spaced levels, which {type(chop).__name__} does not have; use 'mse'"
+    check(method != "kl_divergence", f"calibration_method='kl_divergence' needs {needs}")
     return "minmax"  # values do not depend on the range, so the whole range has the least error
 
 
