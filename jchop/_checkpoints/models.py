@@ -287,9 +287,8 @@ def _model_tensors(
                 "the model has adapters: jchop.nn.merge_lora adds them to the weights, and save_lora saves them"
             )
     entries = list(layer_entries(model))
-    attention = {
-        path for entry, _ in entries if isinstance(entry.module, nnx.MultiHeadAttention) for path in entry.paths
-    }
+    attentions = [entry for entry, _ in entries if isinstance(entry.module, nnx.MultiHeadAttention)]
+    attention = {path for entry in attentions for path in entry.paths}
 
     def file_path(path: str) -> str:
         above, _, last = path.rpartition("/")

@@ -442,9 +442,8 @@ def quantize_file(
             if job.spec is not None and job.spec.rounding.stochastic and seed is None:
                 raise ValueError(f"spec={str(job.spec)!r} rounds stochastically: it needs a seed")
         entries = place_tensors({name: entry for job in jobs for name, entry in job.outputs.items()})
-        descriptions = _save.qarrays_in(file) | {
-            job.name: job.description for job in jobs if job.description is not None
-        }
+        own = {job.name: job.description for job in jobs if job.description is not None}
+        descriptions = _save.qarrays_in(file) | own
         texts = {name: text for name, text in file.metadata.items() if name != _save.QARRAYS_KEY}
         total, reports = sum(job.entry.nbytes for job in jobs), []
 

@@ -367,9 +367,8 @@ def _scale_over_elements(spec: Spec, values: Array, part: int, scale: Scale, sha
     assert fmt is not None
     if part and isinstance(fmt.scale, formats.ScaledFormat):
         scales = shape[:batch] + fmt.scale_shape(shape[batch:])
-        values = jnp.broadcast_to(
-            repeat_over_groups(values, groupings.axis_groupings(fmt.scale, len(scales), batch), scales), scales
-        )
+        kinds = groupings.axis_groupings(fmt.scale, len(scales), batch)
+        values = jnp.broadcast_to(repeat_over_groups(values, kinds, scales), scales)
     elif part:
         return values.reshape(*values.shape, *([1] * (len(shape) - batch)))
     return repeat_over_groups(values, groupings.axis_groupings(fmt, len(shape), batch), shape)

@@ -217,10 +217,8 @@ class OptimLP(Optimizer):
         finally:
             for leaf in leaves:
                 leaf.lower()
-        self.accumulators = {
-            index: accumulator.to(leaves[index].memory.device, copy=True)
-            for index, accumulator in state_dict["accumulators"].items()
-        }
+        saved = state_dict["accumulators"].items()
+        self.accumulators = {index: value.to(leaves[index].memory.device, copy=True) for index, value in saved}
         self.steps = state_dict["steps"]
         self._link()
 

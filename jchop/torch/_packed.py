@@ -254,12 +254,8 @@ def _dtype_and_shape(value: Any) -> str:
 
 def packed_parameters(layer: nn.Module) -> dict[str, PackedTensor]:
     """The packed parameters of a layer by name."""
-    children = layer.named_children()
-    return {
-        name.removesuffix(PACKED_SUFFIX): child
-        for name, child in children
-        if isinstance(child, PackedTensor) and name.endswith(PACKED_SUFFIX)
-    }
+    children = [(name, child) for name, child in layer.named_children() if isinstance(child, PackedTensor)]
+    return {name.removesuffix(PACKED_SUFFIX): child for name, child in children if name.endswith(PACKED_SUFFIX)}
 
 
 def pack_parameter(layer: nn.Module, name: str, tensor: PackedTensor) -> None:
