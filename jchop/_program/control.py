@@ -571,10 +571,6 @@ def _while_roles(step: ProgramStep) -> list[Role]:
     return [*["fixed"] * fixed, *["carried"] * (len(step.eqn.invars) - fixed)]
 
 
-def _run_shard_map(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any], interpret: Interpret) -> list[Any]:
-    return loops.shard_map(step, seeds, args, interpret)
-
-
 #: The primitives that hold programs. A new one is a row here.
 CONTROL: dict[str, ControlPrimitive] = {
     **dict.fromkeys(PLAIN_CALLS, ControlPrimitive(_plan_call, _run_call, _roles_of_all("passed"))),
@@ -585,7 +581,7 @@ CONTROL: dict[str, ControlPrimitive] = {
     "cond": ControlPrimitive(_plan_cond, _run_cond, lambda step: ["other", *["passed"] * (len(step.eqn.invars) - 1)]),
     "scan": ControlPrimitive(_plan_scan, _run_scan, _scan_roles, lambda step: step.eqn.params["length"]),
     "while": ControlPrimitive(_plan_while, _run_while, _while_roles),
-    "shard_map": ControlPrimitive(_plan_call, _run_shard_map, _roles_of_all("other")),
+    "shard_map": ControlPrimitive(_plan_call, lambda loops, *call: loops.shard_map(*call), _roles_of_all("other")),
 }
 
 

@@ -8,7 +8,7 @@ index n 2^32, and each iteration of a loop has different seeds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -326,7 +326,8 @@ class _NumberHistory:
 
 def _history_of_result(name: str, past: Sequence[_NumberHistory], value: Array) -> _NumberHistory:
     """The history of the result of an operation."""
-    small, large = (_distinct_arrays(getattr(each, field) for each in past) for field in ("small", "large"))
+    fields = ([x for each in past for x in getattr(each, field)] for field in ("small", "large"))
+    small, large = (tuple({id(x): x for x in arrays}.values()) for arrays in fields)  # distinct ones
     top = max(each.top for each in past)
     if name in _KEEPS_MAGNITUDE:
         return _NumberHistory(top, small, large)
@@ -337,10 +338,6 @@ def _history_of_result(name: str, past: Sequence[_NumberHistory], value: Array) 
         if top < _OPERAND_TOP
         else _NumberHistory(_CHECK_TOP, small, (*large, value))
     )
-
-
-def _distinct_arrays(parts: Iterable[Sequence[Array]]) -> tuple[Array, ...]:
-    return tuple({id(x): x for part in parts for x in part}.values())
 
 
 def _nan_outside_safe_range(value: Array, history: _NumberHistory, least: int) -> Array:
