@@ -470,9 +470,7 @@ def _mean_square(x: Array, axes: tuple[int, ...], plan: ScaledPlan, factor: floa
     return share, largest, lag
 
 
-def _make_squared_error(
-    x: Array, axes: tuple[int, ...], largest: Array, plan: ScaledPlan
-) -> Callable[[BlockScales], Array]:
+def _make_squared_error(x: Array, axes: tuple[int, ...], largest: Array, plan: ScaledPlan) -> Callable[..., Array]:
     """The function that gives the sums of squared errors of a group under its scale.
 
     The errors are scaled by the largest magnitude's power of two, and summed in the arithmetic's carrier, so that they

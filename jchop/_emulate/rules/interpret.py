@@ -229,9 +229,7 @@ class EagerRunner(EmulationRunner):
             return self._once(part, EMULATION_RUNNER.run, seeds, args)
         return super().run(part, seeds, args)
 
-    def _once(
-        self, step: EmulatedStep, run: Callable[..., list[Any]], seeds: Seeds | None, args: list[Any]
-    ) -> list[Any]:
+    def _once(self, step: EmulatedStep, run: Callable[..., Any], seeds: Seeds | None, args: list[Any]) -> list[Any]:
         """Runs a step by a function that is compiled at its first run."""
         if id(step) not in self._step_functions:
             self._step_functions[id(step)] = jax.jit(partial(run, step))

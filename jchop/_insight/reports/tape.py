@@ -367,9 +367,7 @@ def _pull_back(equation: _EquationFacts, low: list[Any], wide: list[Any], cotang
     return mean
 
 
-def _secant_weights(
-    ends: Sequence[Any], sides: Sequence[Any], out: Sequence[Any], reference: Sequence[Any]
-) -> list[Any]:
+def _secant_weights(ends: Sequence[Any], sides: Sequence[Any], out: Sequence[Any], wide: Sequence[Any]) -> list[Any]:
     """For each result, twice the weight of the first of two choices beside the second, with which they are a secant.
 
     Such weights exist for a maximum: its change lies between the changes of the operands that the two programs choose.
@@ -377,7 +375,7 @@ def _secant_weights(
     changes = tuple(map(_finite_change, *sides))
     slopes = (jax.jvp(end, tuple(side), changes)[1] for end, side in zip(ends, sides, strict=True))
     weights = []
-    for x, y, first, second in zip(out, reference, *slopes, strict=True):
+    for x, y, first, second in zip(out, wide, *slopes, strict=True):
         weight = 2 * jnp.real((_finite_change(x, y) - second) / (first - second))
         weights.append(jnp.where(jnp.isfinite(weight), jnp.clip(weight, 0, 2), 1))
     return weights
