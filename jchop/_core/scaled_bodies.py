@@ -96,10 +96,13 @@ _DECODINGS: dict[Decoding, Callable[[ScaledPlan], bool]] = {
 }
 
 
-def materialize_scales(scales: BlockScales, plan: ScaledPlan) -> BlockScales:
-    """Scales, computed once for each group."""
+def materialize_scales(scales: BlockScales, plan: ScaledPlan, decodes: bool = False) -> BlockScales:
+    """Scales, computed once for each group. If `decodes`, the program only decodes, by the quanta of most formats."""
     if plan.float64_numbers:
         return grid_elements.materialize_scale_pairs(scales, plan)
+    if decodes and plan.decoding in ("integers", "floats") and scales.tensor is None and scales.second is None:
+        quanta, nan = plan.backend.per_group((grid_elements.product_quanta(scales, plan), scales.nan))
+        return replace(scales, nan=nan, quanta=quanta)
     parts = plan.backend.per_group((scales.value, scales.nan, scales.tensor, scales.second))
     return BlockScales(*parts[:3], second=parts[3])
 
@@ -363,7 +366,7 @@ def dequantize_body(
     """The numbers of the results of `quantize_body`: equal to `round_body`, bit for bit; `backend` as there."""
     plan = plan_to_decode(plan, backend)
     groups = _groups_of_plan(shape, plan)
-    group_scales = _load_groups(scale_arrays, groups, plan)
+    group_scales = _load_groups(scale_arrays, groups, plan, decodes=plan.fmt.zero_point != "float")
     view = _unpack_view(codes, groups, plan.fmt.bits)
     return groups.back(decode_groups(view, group_scales.scales, plan, group_scales.zero))
 
@@ -481,15 +484,14 @@ def _fit_groups(
     )
 
 
-def _load_groups(arrays: Sequence[Array], groups: Groups, plan: ScaledPlan) -> _GroupScales:
-    """Scales and zero points from their stored form."""
+def _load_groups(arrays: Sequence[Array], groups: Groups, plan: ScaledPlan, decodes: bool = False) -> _GroupScales:
+    """Scales and zero points from their stored form; `decodes` as of `materialize_scales`."""
     scale_arrays, zeros = unflatten_scales(arrays, plan.fmt)
     zero = None if zeros is None else groups.expand(zeros)
     if zero is not None and plan.fmt.zero_point == "float":
         zero = fitting.load_zero_points(zero, plan)
-    return _GroupScales(
-        materialize_scales(_load_block_scales(scale_arrays, groups, plan), plan), zero, lambda: (scale_arrays, zeros)
-    )
+    scales = materialize_scales(_load_block_scales(scale_arrays, groups, plan), plan, decodes)
+    return _GroupScales(scales, zero, lambda: (scale_arrays, zeros))
 
 
 def _load_block_scales(parts: ScaleArrays, groups: Groups, plan: ScaledPlan) -> BlockScales:

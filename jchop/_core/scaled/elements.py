@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache, reduce
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -273,6 +273,7 @@ class BlockScales:
         tensor: magnitude bits of the tensor's scale, if the rule has one; then the scales are the products of both.
         pair: float64 divisors of the elements, and their inverses, computed once for each group, if there are any.
         second: whether each group has the rule's other levels; None: none has.
+        quanta: what multiplies the elements (`product_quanta`), computed once for each group, if it is known.
     """
 
     value: Array
@@ -280,6 +281,7 @@ class BlockScales:
     tensor: Array | None = None
     pair: tuple[Array, Array] | None = None
     second: Array | None = None
+    quanta: Any = None
 
 
 def are_in_safe_range(scales: BlockScales, plan: ScaledPlan) -> Array:

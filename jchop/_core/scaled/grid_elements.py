@@ -307,12 +307,19 @@ def multiply_integers_by_scales(whole: Array, scales: BlockScales, plan: ScaledP
 
     In a narrower carrier the products are exact; rounding to it remains.
     """
-    quanta = plan.backend.per_group(quanta_of(scales, plan, huge_too=False))
+    quanta = scales.quanta or plan.backend.per_group(product_quanta(scales, plan))
     product = whole.astype(jnp.float32) * quanta.value
     # Not if a branch returns the products, which writes them to memory.
     if not (_integer_products_are_exact(plan) or plan.in_safe_range):
         product = plan.backend.prevent_fma(product, quanta.value)
     return move_back_products(product, quanta)
+
+
+def product_quanta(scales: BlockScales, plan: ScaledPlan) -> GroupQuanta:
+    """The moved quanta or scales that elements are multiplied by, without a tensor's scale."""
+    if plan.decoding == "floats" and not _has_exact_floats(plan):
+        return _move_tiny_scales(scale_magnitude(scales, plan))
+    return quanta_of(scales, plan, huge_too=False)
 
 
 def move_back_products(product: Array, quanta: GroupQuanta) -> Array:
@@ -325,10 +332,9 @@ def move_back_products(product: Array, quanta: GroupQuanta) -> Array:
     # If 2^-TINY times the product is subnormal, it becomes a whole multiple of the smallest number.
     bits = float_to_bits(product)
     magnitude = bits_to_float(bits & low_mask(31))
-    lead = 2.0**FLOAT32.fraction
-    small = float_to_bits(magnitude * 2.0 ** (-FLOAT32.tiny_exponent - TINY_FACTOR_EXPONENT) + lead) - float_to_bits(
-        jnp.float32(lead)
-    )
+    lead = np.float32(2.0**FLOAT32.fraction)
+    count = magnitude * 2.0 ** (-FLOAT32.tiny_exponent - TINY_FACTOR_EXPONENT) + lead
+    small = float_to_bits(count) - int(lead.view(np.int32))
     subnormal = bits_to_float(small | bits & FLOAT32.sign_bit)
     tiny_product = lax_where(
         magnitude < 2.0 ** (1 - FLOAT32.bias + TINY_FACTOR_EXPONENT), subnormal, product * 2.0**-TINY_FACTOR_EXPONENT
@@ -354,12 +360,21 @@ def multiply_by_scale_bits(numbers: Array, scales: Array, plan: ScaledPlan) -> A
         scales: magnitude bits, for each group.
         plan: the plan.
     """
+    return _multiply_by_moved_scales(numbers, plan.backend.per_group(_move_tiny_scales(scales)), plan)
+
+
+def _move_tiny_scales(scales: Array) -> GroupQuanta:
+    """Scales from their magnitude bits; tiny ones times 2^149."""
     scales = extend_exponent(scales, FLOAT32)
     tiny = scales < (FLOAT32.bias - _TINY_SCALE_EXPONENT) << FLOAT32.fraction
     large_scales = scales - (FLOAT32.tiny_exponent << FLOAT32.fraction)
-    scale, tiny = plan.backend.per_group((bits_to_float(lax_where(tiny, large_scales, scales)), tiny))
-    product = plan.backend.prevent_fma(numbers * scale, scale)
-    return lax_where(tiny, _round_subnormal_product(numbers, scale, product), product)
+    return GroupQuanta(bits_to_float(lax_where(tiny, large_scales, scales)), tiny, None)
+
+
+def _multiply_by_moved_scales(numbers: Array, scales: GroupQuanta, plan: ScaledPlan) -> Array:
+    product = plan.backend.prevent_fma(numbers * scales.value, scales.value)
+    assert scales.tiny is not None
+    return lax_where(scales.tiny, _round_subnormal_product(numbers, scales.value, product), product)
 
 
 def _round_subnormal_product(number: Array, scale: Array, product: Array) -> Array:
@@ -433,6 +448,11 @@ def _float_products_are_exact(plan: ScaledPlan) -> bool:
     """Whether products with scales need rounding only below the normal range."""
     fmt = cast(FloatFormat, plan.element.format)
     return plan.is_power or fmt.frac_bits + plan.scale.frac_bits + 2 <= FLOAT32.fraction + 1
+
+
+def _has_exact_floats(plan: ScaledPlan) -> bool:
+    """Whether products with the scales of a program need no rounding in the normal range."""
+    return _float_products_are_exact(plan) or plan.in_safe_range
 
 
 def clamps_overflow(plan: ScaledPlan) -> bool:
@@ -594,9 +614,9 @@ def multiply_floats_by_scales(values: Array, scales: BlockScales, plan: ScaledPl
     if scales.tensor is not None:
         own = bits_to_float(plan.backend.per_group(scale_magnitude(scales, plan)))
         return multiply_by_scale_bits(values * own, scales.tensor, plan)
-    if not (_float_products_are_exact(plan) or plan.in_safe_range):
-        return multiply_by_scale_bits(values, scale_magnitude(scales, plan), plan)
-    quanta = plan.backend.per_group(quanta_of(scales, plan, huge_too=False))
+    quanta = scales.quanta or plan.backend.per_group(product_quanta(scales, plan))
+    if not _has_exact_floats(plan):
+        return _multiply_by_moved_scales(values, quanta, plan)
     return move_back_products(values * quanta.value, quanta)
 
 

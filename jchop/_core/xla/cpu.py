@@ -168,9 +168,9 @@ _barrier_on_cpu = _primitive_on_cpu("jchop_barrier_on_cpu", lambda *arrays: list
 
 
 def _integer_of_bits(x: Array) -> Array:
-    """The bits of numbers as integers; 1 or 0 for a condition, in a byte."""
+    """The bits of numbers as integers; 1 or 0 for a condition, in a byte if there are many."""
     return (
-        x.astype(jnp.int8)
+        x.astype(jnp.int8 if if_static(lambda: x.size >= _LARGE_ARRAY) else jnp.int32)
         if jnp.issubdtype(x.dtype, bool)
         else lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
     )
