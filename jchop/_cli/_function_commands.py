@@ -390,7 +390,7 @@ def _run_ptq(options: argparse.Namespace) -> None:
     key = cli.key_of_seed_option(options.seed, specs)
     params = load(options.weights)
     batches = _load_batches(options.data, function, options.batch)
-    quantized_function = quantize_fn(function, rules, key=key)
+    quantized_function = quantize_fn(function, rules)
 
     def print_batch(step: int) -> None:
         cli.print_note(f"data: batch {(step - 1) % len(batches) + 1} of {len(batches)}")

@@ -54,7 +54,7 @@ from jchop._round.arguments import check_key
 from jchop._storage._array import refuse_qarray_dicts
 
 
-def quantize_fn(fun: Callable[..., Any], rules: RuleLike, *, key: Array | None = None) -> QuantizedFunction:
+def quantize_fn(fun: Callable[..., Any], rules: RuleLike) -> QuantizedFunction:
     """Rounds the operands of the products of `fun(params, ...)` by rules, whatever library its parameters are from.
 
     JAX traces `fun`, and the program says which parameters reach which products: `dot_general`, convolutions,
@@ -72,12 +72,11 @@ def quantize_fn(fun: Callable[..., Any], rules: RuleLike, *, key: Array | None =
             parameter (attention) has the first rule that matches its scope (`jax.named_scope`), which rounds both
             operands to `activation`. `scale_from` keeps scales of products with a parameter. They are an argument of
             each call, `Scales`, which `start` returns first. `output` and `cache` need layers, and are refused.
-        key: a typed key, needed if a rule is stochastic. The keyword argument ``key`` of the result replaces it.
 
     Returns:
-        A `QuantizedFunction`, with the signature of `fun` and one more keyword argument, ``key``. Parameters in full
-        precision are rounded in each call, with straight-through gradients (quantization-aware training). Packed
-        parameters, from its `pack`, are unpacked to the same numbers.
+        A `QuantizedFunction`, with the signature of `fun` and one more keyword argument, ``key``: a typed key, needed
+        if a rule is stochastic. Parameters in full precision are rounded in each call, with straight-through gradients
+        (quantization-aware training). Packed parameters, from its `pack`, are unpacked to the same numbers.
 
     Raises:
         TypeError: for `rules` of another type.
@@ -99,9 +98,7 @@ def quantize_fn(fun: Callable[..., Any], rules: RuleLike, *, key: Array | None =
         raise TypeError(f"fun={fun!r} must be a function of parameters and other arguments")
     all_rules = as_rule_tuple(rules)
     check_rule_fields(all_rules)
-    if key is not None:
-        check_key("key", key)
-    return QuantizedFunction(fun, all_rules, key, all_in_use=True)
+    return QuantizedFunction(fun, all_rules, all_in_use=True)
 
 
 def check_rule_fields(rules: Sequence[Rule]) -> None:
@@ -152,7 +149,6 @@ class QuantizedFunction:
     Args:
         fun: the function.
         rules: the rules.
-        key: a typed key, or None.
         all_in_use: whether a rule without an effect is an error; False for one of several functions of a model.
         classes: the class of the module that holds each parameter, by the path of the parameter. Default None: the
             classes of the nodes of the pytree.
@@ -162,10 +158,10 @@ class QuantizedFunction:
     """
 
     def __init__(
-        self, fun: Callable[..., Any], rules: tuple[Rule, ...], key: Array | None = None, *, all_in_use: bool = False,
+        self, fun: Callable[..., Any], rules: tuple[Rule, ...], *, all_in_use: bool = False,
         classes: Mapping[str, str] | None = None, whole: bool = True, elsewhere: Collection[int] = (),
     ) -> None:  # fmt: skip
-        self.fun, self.rules, self.key, self.all_in_use, self.classes = fun, rules, key, all_in_use, classes
+        self.fun, self.rules, self.all_in_use, self.classes = fun, rules, all_in_use, classes
         self.whole, self.elsewhere = whole, elsewhere
         self._programs: dict[Any, QuantizedProgram] = {}
         update_wrapper(self, fun, updated=())
@@ -173,7 +169,7 @@ class QuantizedFunction:
     def __call__(
         self, params: Any, *args: Any, scales: Scales | None = None, key: Array | None = None, **kwargs: Any
     ) -> Any:
-        """Calls `fun` with rounded products. `params` may be packed; `key` replaces the key of `quantize_fn`.
+        """Calls `fun` with rounded products. `params` may be packed; `key` is needed if a rule is stochastic.
 
         `scales` are needed if a rule has `scale_from`. They stay as they are, as in evaluation; `update` returns the
         scales after the call. Entries of another function or other rules are an error, and so are fixed ranges of some
@@ -336,7 +332,7 @@ class QuantizedFunction:
             donate: whether each array of `params` that is packed is deleted as soon as its codes exist, as by
                 ``donate_argnums``. So memory does not hold all of both. Not with `batches`, which run the arrays.
                 Default False.
-            key: a typed key, needed if a rounding is stochastic. Default: the key of `quantize_fn`.
+            key: a typed key, needed if a rounding is stochastic. Default None.
             **kwargs: keyword arguments as in a call.
 
         Returns:
@@ -367,21 +363,24 @@ class QuantizedFunction:
         check(not donate, "donate=True: batches run the parameters in full precision; leave donate out")
         check(scales is None, "scales: parameters with learned scales are packed without batches")
         pack_with_data = load_name("jchop.ptq._quantize", "pack_with_data")
-        key = self.key if key is None else key
         packed, report = pack_with_data(self, params, batches, steps, key, progress, resume, memory)
         if args or kwargs:
             packed = self.pack_more(packed, *args, key=key, **kwargs)
         return (packed, report) if return_report else packed
 
     def pack_more(
-        self, params: Any, *args: Any, scales: Scales | None = None, key: Array | None = None, **kwargs: Any
+        self,
+        params: Any,
+        *args: Any,
+        scales: Scales | None = None,
+        donate: bool = False,
+        key: Array | None = None,
+        **kwargs: Any,
     ) -> Any:
         """Packs the parameters that are not packed yet, as `pack` does."""
-        return self._pack(CallArguments(params, args, kwargs), scales, key, again=True)
+        return self._pack(CallArguments(params, args, kwargs), scales, key, again=True, donate=donate)
 
-    def _pack(
-        self, call: CallArguments, scales: Scales | None, key: Array | None, again: bool, donate: bool = False
-    ) -> Any:
+    def _pack(self, call: CallArguments, scales: Scales | None, key: Array | None, again: bool, donate: bool) -> Any:
         _refuse_adapters(call)
         program = self._valid_program(call)
         leaves, scale_states = list(call.leaves), program.weights_with_state
@@ -484,7 +483,6 @@ class QuantizedFunction:
         return jax.tree.unflatten(program.tree, out), {**weight_updates, **updates}, updates
 
     def _keys(self, key: Array | None) -> Keys | None:
-        key = self.key if key is None else key
         if key is not None:
             check_key("key", key)
         stochastic = [rule for rule in self.rules if rule.stochastic]

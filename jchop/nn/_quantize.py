@@ -25,7 +25,7 @@ from jchop.nn._nnx.layers import (
     quantize_layers,
     refuse_quantized_layers,
 )
-from jchop.nn._nnx.nodes import ModuleEntry, packed_nnx_variable, replace_nodes
+from jchop.nn._nnx.nodes import ModuleEntry, delete_other_arrays, packed_nnx_variable, replace_nodes
 from jchop.nn._nnx.programs import is_nnx_program, quantize_program
 from jchop.nn._shared.program_classes import (
     INPUTS_ADVICE,
@@ -47,7 +47,7 @@ def quantize(model: linen.Module, rules: RuleLike) -> Quantized: ...
 def quantize(
     model: T, rules: RuleLike, mode: LayerMode = ..., *, inputs: ExampleInputs | None = ...,
     call: ModelCall | None = ..., batches: Iterable[Any] | None = ..., steps: Any = ..., rngs: nnx.Rngs | None = ...,
-    key: Array | None = ..., return_report: Literal[False] = ...,
+    donate: bool = ..., key: Array | None = ..., return_report: Literal[False] = ...,
 ) -> T: ...  # fmt: skip
 @overload
 def quantize(
@@ -65,6 +65,7 @@ def quantize(
     batches: Iterable[Any] | None = None,
     steps: Any = None,
     rngs: nnx.Rngs | None = None,
+    donate: bool = False,
     key: Array | None = None,
     return_report: bool = False,
 ) -> Any:
@@ -115,6 +116,8 @@ def quantize(
             layer of Flax without a bias gets one for `jchop.ptq.correct_biases`. Default: as there.
         rngs: `flax.nnx.Rngs`, required if a rule is stochastic. Every rounding draws from its own stream, forked from
             the one named by the rule, and advances it, like a dropout. Not for Equinox.
+        donate: whether each array of `model` that is packed is deleted as soon as its codes exist, so that memory does
+            not hold all of both. The model cannot be used afterwards. Not with `batches`, which run it. Default False.
         key: for Equinox, a typed key, required to pack if the rounding of a parameter is stochastic. Calls of a module
             with a stochastic rule then need a key each, ``model(x, rounding_key=key)``. Default None.
         return_report: whether a `jchop.ptq.PtqReport` is returned, too; it needs `batches`. Default False.
@@ -146,7 +149,7 @@ def quantize(
     """
     further = {
         "inputs": inputs, "call": call, "batches": batches, "steps": steps, "rngs": rngs, "key": key,
-        "return_report": return_report or None,
+        "donate": donate or None, "return_report": return_report or None,
     }  # fmt: skip
     check_choice("mode", mode, ("qat", "ptq", "weight_only", "emulate"))
     if isinstance(model, linen.Module):
@@ -166,7 +169,10 @@ def quantize(
         raise ValueError(
             f"batches: mode={mode!r} rounds weights in each call; with data use mode='ptq' or 'weight_only'"
         )
-    all_rules, examples = rules_of_mode(rules, mode), Examples(inputs, call, batches, steps)
+    if donate and (batches is not None or mode not in ("ptq", "weight_only")):
+        reason = f"mode={mode!r} packs nothing" if batches is None else "batches run the model in full precision"
+        raise ValueError(f"donate=True: {reason}; leave donate out")
+    all_rules, examples = rules_of_mode(rules, mode), Examples(inputs, call, batches, steps, donate)
     if is_equinox_module(model):
         if rngs is not None:
             raise TypeError("rngs is for modules of Flax NNX; one of Equinox takes key=")
@@ -184,7 +190,9 @@ def quantize(
         (one.entry, one.rule) for one in decisions if one.kind is None and one.rule is not None and one.rule.rounds
     ]
     if not traced and not custom and (mode == "emulate" or not is_program):
-        quantize_layers(result, all_rules, mode, rngs)
+        if donate:
+            _check_before_donation(result, decisions, all_rules, mode, rngs)
+        quantize_layers(result, all_rules, mode, rngs, donate)
         check_norm_wrappers(result)
         return result
     check_layer_modes(all_rules, mode, program=True)
@@ -192,6 +200,8 @@ def quantize(
     if not traced and mode != "qat" and custom:
         if any(rule.scale_from is not None for rule in all_rules) or not _pack_plain_layers(result, decisions, rngs):
             _refuse_to_pack(custom)
+        if donate:
+            delete_other_arrays(model, result)
         check_norm_wrappers(result)
         mode = "qat"  # other parameters are rounded in each call
     if batches is not None and any(
@@ -200,6 +210,26 @@ def quantize(
         add_zero_biases(result, all_rules)
     report = quantize_program(result, all_rules, mode, rngs, examples)
     return (result, report) if return_report else result
+
+
+def _check_before_donation(
+    model: Any, decisions: Sequence[NnxLayerRule], rules: Sequence[Rule], mode: str, rngs: nnx.Rngs | None
+) -> None:
+    """Raise the errors of a model that is packed, before any array is deleted."""
+
+    def run(model: Any) -> Any:
+        quantize_layers(model, rules, mode, nnx.clone(rngs) if rngs is not None else None)
+        check_norm_wrappers(model)
+        return model
+
+    nnx.eval_shape(run, model)
+    for entry, kind, _, _, rule in decisions:
+        if kind is None or rule is None:
+            continue
+        for name in kind.parameters:
+            variable = getattr(entry.module, name)
+            if variable is not None and kind.spec(rule, name) is not None:
+                check_finite(variable.get_value(), f"{name} of the {type(entry.module).__name__} at {entry.paths[0]!r}")
 
 
 def _is_shape(leaf: Any) -> bool:

@@ -311,12 +311,11 @@ def a_hundred_models_train_and_serve_the_same_numbers(name: str, dtype: str) -> 
 @further
 def stochastic_codes() -> None:
     rule = jc.Rule(weight="int8(group=all):stochastic", activation="int8(group=all):stochastic", product="codes")
-    low = jc.quantize_fn(lambda w, x: x @ w, rule, key=KEY)
+    low, floats = (jc.quantize_fn(lambda w, x: x @ w, one) for one in (rule, replace(rule, product="float")))
     w, x = normal(32, 4), normal(3, 32, seed=1)
-    packed, floats = low.pack(w, x), jc.quantize_fn(lambda w, x: x @ w, replace(rule, product="float"), key=KEY)
-    np.testing.assert_allclose(low(packed, x), floats(packed, x), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(low(w, x), floats(w, x), rtol=1e-5, atol=1e-6)
-    assert (low(w, x) != low(w, x, key=jax.random.key(6))).any()
+    for params in (low.pack(w, x, key=KEY), w):
+        np.testing.assert_allclose(low(params, x, key=KEY), floats(params, x, key=KEY), rtol=1e-5, atol=1e-6)
+    assert (low(w, x, key=KEY) != low(w, x, key=jax.random.key(6))).any()
 
 
 @further

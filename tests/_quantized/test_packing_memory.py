@@ -101,11 +101,79 @@ def test_donated_parameters_that_have_other_uses_stay() -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("inputs", [None, (X,)], ids=["layers", "program"])
-def test_packing_a_model_holds_no_more_than_it_and_its_codes(inputs: Any, parts: int) -> None:
+def test_packing_a_model_holds_no_more_than_it_and_its_codes(inputs: Any, donate: bool, parts: int) -> None:
     with watched() as peak:
         model = nnx.clone(Network(weights(mesh_sharding(parts))))
-        packed = jc.nn.quantize(model, SPEC, mode="ptq", inputs=inputs)
+        given = jax.tree.leaves(nnx.state(model))
+        packed = jc.nn.quantize(model, SPEC, mode="ptq", inputs=inputs, donate=donate)
     codes = jax.tree.leaves(nnx.state(packed))
     assert all(len(v.sharding.device_set) == parts for v in codes)
-    assert len(peak) > LAYERS and 1 <= max(peak) - sum(v.nbytes for v in codes) / WIDE < 1.1
+    assert all(v.is_deleted() == donate for v in given)
+    kept = 0 if donate else sum(v.nbytes for v in codes) / WIDE
+    assert len(peak) > LAYERS and 1 <= max(peak) - kept < 1.1
+    same = jc.nn.quantize(Network(weights(mesh_sharding(parts))), SPEC, mode="ptq", inputs=inputs)
+    assert all(map(np.array_equal, codes, jax.tree.leaves(nnx.state(same))))
+
+
+class Tied(nnx.Module):
+    """Two layers with one array, and two with one variable."""
+
+    def __init__(self) -> None:
+        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=nnx.Rngs(i)) for i in range(4)])
+        self.layers[1].kernel.set_value(self.layers[0].kernel.get_value())
+        self.layers[3].kernel = self.layers[2].kernel
+        self.norm = nnx.LayerNorm(WIDTH, rngs=nnx.Rngs(0))
+
+    def __call__(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("inputs", [None, (X,)], ids=["layers", "program"])
+def test_a_donated_model_keeps_what_is_not_packed(inputs: Any) -> None:
+    model, rules = Tied(), {"layers/*": SPEC}
+    kernels = [layer.kernel.get_value() for layer in model.layers]
+    hand, packed = (jc.nn.quantize(one, rules, "ptq", inputs=inputs, donate=one is model) for one in (Tied(), model))
+    assert [v.is_deleted() for v in kernels] == [True] * 4 and not model.norm.scale.get_value().is_deleted()
+    np.testing.assert_array_equal(packed(X), hand(X))
+    with pytest.raises(RuntimeError, match="deleted"):
+        model(X)
+    first, last = Tied(), Tied()
+    last.layers[2].kernel[0, 0] = jnp.inf
+    for each, options, error in (
+        (last, {"mode": "ptq"}, "kernel of the .*'layers/2'"),
+        (first, {}, "donate=True: mode='qat' packs nothing"),
+        (first, {"mode": "ptq", "batches": [X]}, "donate=True: batches run the model"),
+    ):
+        with pytest.raises(ValueError, match=error if inputs is None or each is first else "infinities"):
+            jc.nn.quantize(each, rules, **options, inputs=inputs, donate=True)
+        assert not any(v.is_deleted() for v in jax.tree.leaves(nnx.state(each, nnx.Param)))
+
+
+class Own(nnx.Module):
+    """A layer of Flax beside a parameter that the model itself multiplies."""
+
+    def __init__(self) -> None:
+        self.linear, self.own = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)), nnx.Param(jnp.ones((WIDTH, WIDTH)))
+
+    def __call__(self, x: Any) -> Any:
+        return self.linear(x) @ self.own[...]
+
+
+@pytest.mark.filterwarnings("ignore:.*are not packed")
+def test_of_plain_layers_the_packed_arrays_are_deleted() -> None:
+    model = Own()
+    jc.nn.quantize(model, SPEC, "ptq", donate=True)
+    assert model.linear.kernel.get_value().is_deleted() and not model.own.get_value().is_deleted()
+
+
+def test_a_donated_module_of_equinox_is_deleted() -> None:
+    equinox = pytest.importorskip("equinox")
+    model = equinox.nn.MLP(WIDTH, WIDTH, WIDTH, 1, use_bias=False, key=jax.random.key(0))
+    hand = jc.nn.quantize(model, SPEC, "ptq", inputs=(X[0],))
+    packed = jc.nn.quantize(model, SPEC, "ptq", inputs=(X[0],), donate=True)
+    assert all(layer.weight.is_deleted() for layer in model.layers)
+    np.testing.assert_array_equal(packed(X[0]), hand(X[0]))

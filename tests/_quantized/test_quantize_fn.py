@@ -207,28 +207,29 @@ def drawn_apart(*halves: jax.Array) -> None:
 
 def test_layers_of_a_stack_draw_anew() -> None:
     w, x = jnp.broadcast_to(normal(32, 32), (2, 32, 32)), normal(4, 32, seed=1)
-    low = jc.quantize_fn(lambda w, x: [x @ w[0], x @ w[1]], jc.Rule(weight="int2(group=32):stochastic"), key=KEY)
-    first, second = low(w, x)
+    low = jc.quantize_fn(lambda w, x: [x @ w[0], x @ w[1]], jc.Rule(weight="int2(group=32):stochastic"))
+    first, second = low(w, x, key=KEY)
     assert (first != second).any()
 
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_equal_parameters_draw_each_for_itself(packed: bool) -> None:
     w, x = normal(8, 4), normal(2, 8, seed=1)
-    low = jc.quantize_fn(lambda p, x: [x @ p["a"], x @ p["b"]], jc.Rule(weight="int2(group=all):stochastic"), key=KEY)
-    first, second = low(low.pack({"a": w, "b": w}, x) if packed else {"a": w, "b": w}, x)
+    low = jc.quantize_fn(lambda p, x: [x @ p["a"], x @ p["b"]], jc.Rule(weight="int2(group=all):stochastic"))
+    params = {"a": w, "b": w}
+    first, second = low(low.pack(params, x, key=KEY) if packed else params, x, key=KEY)
     assert (first != second).any()
 
 
 def test_equal_products_draw_each_for_itself() -> None:
-    low = jc.quantize_fn(lambda w, x: [x @ w, x @ w], jc.Rule(activation=HALF, gradient=HALF), key=KEY)
-    (first, second), pull = jax.vjp(low, jnp.eye(32), HALVES)
+    low = jc.quantize_fn(lambda w, x: [x @ w, x @ w], jc.Rule(activation=HALF, gradient=HALF))
+    (first, second), pull = jax.vjp(partial(low, key=KEY), jnp.eye(32), HALVES)
     drawn_apart(first, second, pull([HALVES, 0 * HALVES])[1], pull([0 * HALVES, HALVES])[1])
 
 
 def derivatives(x: jax.Array, w: jax.Array, g: jax.Array, **rule: Any) -> list[jax.Array]:
     """x w under a rule, and what g becomes for w and for x."""
-    y, pull = jax.vjp(jc.quantize_fn(lambda w, x: x @ w, jc.Rule(**rule), key=KEY), w, x)
+    y, pull = jax.vjp(partial(jc.quantize_fn(lambda w, x: x @ w, jc.Rule(**rule)), key=KEY), w, x)
     return [y, *pull(g)]
 
 
@@ -259,8 +260,8 @@ def test_the_sums_of_the_products_of_a_derivative_draw_for_themselves() -> None:
 
 def test_turns_of_a_loop_draw_anew() -> None:
     same = lambda w, x: jax.lax.scan(lambda c, _: (c, c @ w), x, length=2)[1]  # noqa: E731
-    first, second = jc.quantize_fn(same, jc.Rule(activation="int2(group=all):stochastic"), key=KEY)(
-        normal(8, 2), normal(3, 8, seed=1)
+    first, second = jc.quantize_fn(same, jc.Rule(activation="int2(group=all):stochastic"))(
+        normal(8, 2), normal(3, 8, seed=1), key=KEY
     )
     assert (first != second).any()
 

@@ -84,8 +84,8 @@ def test_signs_that_are_drawn() -> None:
 
 
 def pulled(rule: jc.Rule, w: Any, x: Any, g: Any, key: Any = None) -> Any:
-    low = jc.quantize_fn(lambda w, x: x @ w, rule, key=key)
-    y, back = jax.vjp(low, w, x)
+    low = jc.quantize_fn(lambda w, x: x @ w, rule)
+    y, back = jax.vjp(lambda w, x: low(w, x, key=key), w, x)
     return jax.tree.map(np.asarray, (y, *back(g)))
 
 

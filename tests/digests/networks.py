@@ -144,6 +144,7 @@ def whole_models() -> Iterator[Call]:
     by_inputs = {"inputs": (x,), "rngs": None, "key": KEY}
     yield Call("nn.quantize inputs", lambda: (lambda m: (m(x), m))(n.quantize(Net(), jc.Rule(**W4), "ptq", inputs=(x,), rngs=rngs(5))), loose=True)
     yield Call("nn.quantize list", lambda: n.quantize(Net(), [jc.Rule("layers/0", **W4), jc.Rule(weight="nf4(group=8)")], mode="ptq"), loose=True)
+    yield Call("nn.quantize donate", lambda: n.quantize(Net(), jc.Rule(**W4), "ptq", donate=True), loose=True)
 
     def equinox(mode: str) -> Any:
         import equinox as eqx

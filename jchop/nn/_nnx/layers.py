@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -212,13 +213,16 @@ def entry_parameters(entry: ModuleEntry) -> dict[str, nnx.Variable]:
     return {name: value for name, value in entry.variables.items() if isinstance(value, nnx.Param | QuantizedParam)}
 
 
-def quantize_layers(model: nnx.Module, rules: Sequence[Rule], mode: str, rngs: nnx.Rngs | None) -> None:
-    """Quantize every layer of a model that a rule matches, in place."""
+def quantize_layers(
+    model: nnx.Module, rules: Sequence[Rule], mode: str, rngs: nnx.Rngs | None, donate: bool = False
+) -> None:
+    """Quantize every layer of a model that a rule matches, in place; `donate` deletes each array that is packed."""
     program_classes.check_layer_modes(rules, mode)
     check_instance("rngs", rngs, nnx.Rngs | None, "flax.nnx.Rngs, for example nnx.Rngs(rounding=0)")
     layer_rules = nnx_layer_rules(model, rules)
     _check_nnx_rules_have_effect(rules, layer_rules)
     tied: PackedVariables = {}
+    held = Counter(id(v.get_raw_value()) for entry in module_entries(model) for v in entry.variables.values())
     for entry, kind, _, matching_rule, effective_rule in layer_rules:
         rule = matching_rule if mode == "emulate" else effective_rule
         if rule is None or not rule.rounds:
@@ -236,6 +240,12 @@ def quantize_layers(model: nnx.Module, rules: Sequence[Rule], mode: str, rngs: n
             attach_emulation(layer, kind, rule, path, rngs)
         else:
             attach(layer, kind, rule, path, packs=mode != "qat", rngs=rngs, before=before, tied=tied)
+        for name, variable in entry.variables.items() if donate else ():
+            array: Any = variable.get_raw_value()
+            if getattr(layer, name, variable) is not variable:  # it is packed
+                held[id(array)] -= 1
+                if not held[id(array)]:
+                    array.delete()
 
 
 def refuse_quantized_layers(model: nnx.Module, rules: Sequence[Rule]) -> None:

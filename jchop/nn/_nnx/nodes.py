@@ -114,6 +114,14 @@ def replace_nodes(model: Any, replacements: Mapping[int, Any]) -> Any:
     return replacements.get(id(model), model)
 
 
+def delete_other_arrays(model: Any, other: Any) -> None:
+    """Delete the arrays of parameters of a model that another model does not hold."""
+    held = {id(leaf) for leaf in jax.tree.leaves(nnx.state(other))}
+    for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)):
+        if id(leaf) not in held:
+            leaf.delete()
+
+
 def _node_children(node: Any) -> dict[Any, Any]:
     return dict(nnx.graph.get_node_impl(node).node_dict(node))  # type: ignore[union-attr]
 

@@ -41,6 +41,7 @@ class Examples(NamedTuple):
     call: ModelCall | None = None
     batches: Iterable[Any] | None = None
     steps: Any = None
+    donate: bool = False
 
     @property
     def given(self) -> bool:
@@ -96,7 +97,7 @@ class MethodFunctions(NamedTuple):
         Raises:
             ValueError: as `jchop.quantize_fn`; so errors of rules come here, not in the first call.
         """
-        (inputs, call, batches, steps), params, report = examples, self.params, None
+        (inputs, call, batches, steps, donate), params, report = examples, self.params, None
         if batches is not None:
             function = self.function("__call__" if call is None else call)
             data = map_batches(batches, lambda args: self.operands(args, {}))
@@ -112,7 +113,7 @@ class MethodFunctions(NamedTuple):
         if mode == "qat":
             return params, scales, report
         for function, args in calls:  # packed for the first method that rounds it
-            params = function.pack_more(params, *args, scales=scales, key=key)
+            params = function.pack_more(params, *args, scales=scales, donate=donate, key=key)
         return params, scales_after_packing(scales), report
 
 
