@@ -18,6 +18,7 @@ HOSTS = Path(__file__).resolve().parents[1] / "examples/hosts"
 PROGRAMS = {
     "maxtext": (["flax"], 0.0),
     "keras_train": (["keras"], 0.0),
+    "haliax_mlp": (["haliax", "aqt", "jmp", "jaxtyping", "equinox"], 0.0),
     "bonsai_qwen3": (["bonsai", "jaxtyping"], 0.0),
     "tunix_qlora": (["tunix", "metrax", "clu", "wrapt"], 2e-6),
 }
