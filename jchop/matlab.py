@@ -99,7 +99,9 @@ def chop(x: Any, options: Any = None, /, **more: Any) -> Any:
         1.25
     """
     settings = _chop_options(options, more)
-    array = _float_array(x)
+    array = as_numpy("x", x)
+    if array.dtype.name not in _EXPONENT_BITS:
+        raise TypeError(f"x has dtype {array.dtype}, but must be of single or double precision")
     seed = _integer_option(settings, "seed", 0)
     key = None if seed is None else jax.random.key(seed)
     mode = _integer_option(settings, "round", 1, 6, default=1)
@@ -181,13 +183,6 @@ def _switch_option(settings: Mapping[str, Any], name: str, default: bool | None)
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
-
-
-def _float_array(x: Any) -> np.ndarray:
-    array = as_numpy("x", x)
-    if array.dtype.name not in _EXPONENT_BITS:
-        raise TypeError(f"x has dtype {array.dtype}, but must be of single or double precision")
-    return array
 
 
 def round_by_randfunc(x: np.ndarray, spec: Spec, randfunc: Callable[[int], Any]) -> np.ndarray:

@@ -30,18 +30,10 @@ from jchop._common.on_demand import is_module_of, load_name
 from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint
 from jchop._kernels.primitive import host_device
 from jchop._round.round_to_format import round_to_format
+from jchop._storage import _save
 from jchop._storage._array import QArray, named_sharding_of
 from jchop._storage._files.safetensors import ShardFiles, TensorEntry
 from jchop._storage._quantize import StoredAs
-from jchop._storage._save import (
-    QARRAYS_KEY,
-    join_qarray,
-    leaves_by_name,
-    qarray_shape_in,
-    qarray_tensor_names,
-    qarrays_in,
-    split_model,
-)
 
 #: The layouts that have no row in the table: jchop's own, GGUF, and tensors that are not quantized.
 OWN_LAYOUT, GGUF_LAYOUT, PLAIN_LAYOUT = "jchop", "gguf", "plain"
@@ -201,7 +193,7 @@ def open_checkpoint(path: Path | EncodedCheckpoint, layout: str) -> Iterator[Che
 
 
 class _GGUFCheckpoint(Checkpoint):
-    """A GGUF file."""
+    """A checkpoint in one GGUF file."""
 
     def __init__(self, path: Path, file: GGUFFile) -> None:
         self.path, self._file, self.layout = path, file, GGUF_LAYOUT
@@ -230,11 +222,11 @@ class _GGUFCheckpoint(Checkpoint):
 
 
 class _SafetensorsCheckpoint(Checkpoint):
-    """Safetensors files."""
+    """A checkpoint in safetensors files, with their config.json."""
 
     def __init__(self, path: Path, source: TensorSource, layout: str) -> None:
         self.path, self._source, self.config = path, source, source.config
-        own = any(QARRAYS_KEY in file.metadata for file in source.files)
+        own = any(_save.QARRAYS_KEY in file.metadata for file in source.files)
         self.layout = layout if layout != "auto" else OWN_LAYOUT if own else detect_layout(source) or PLAIN_LAYOUT
         self._weights, unread = LAYOUTS[self.layout].find(source) if self.layout in LAYOUTS else ({}, {})
         if layout == "auto" and self.layout == PLAIN_LAYOUT:
@@ -242,7 +234,7 @@ class _SafetensorsCheckpoint(Checkpoint):
         self._descriptions: dict[str, Any] = {}
         bad: dict[str, str] = {}
         for file in source.files if self.layout == OWN_LAYOUT else ():
-            self._descriptions |= qarrays_in(file, bad)
+            self._descriptions |= _save.qarrays_in(file, bad)
         for name, why in bad.items():
             unread[name] = UnreadWeight(why, [one for one in source.entries if f"{one}.".startswith(f"{name}.")])
         entries, used = source.entries, set[str]()
@@ -257,8 +249,8 @@ class _SafetensorsCheckpoint(Checkpoint):
         for name, weight in self._weights.items():
             add(name, weight.row.name, weight.shape, weight.names.values())
         for name, fields in self._descriptions.items():
-            shape = qarray_shape_in(entries, name, fields)
-            add(name, fields["spec"], shape, qarray_tensor_names(name, fields))
+            shape = _save.qarray_shape_in(entries, name, fields)
+            add(name, fields["spec"], shape, _save.qarray_tensor_names(name, fields))
         for name, entry in entries.items():
             if name not in used:
                 check(name not in self.items, f"a tensor has the name {short_text(name)} of a quantized weight, too")
@@ -275,7 +267,8 @@ class _SafetensorsCheckpoint(Checkpoint):
     def _read(self, name: str, exact: bool) -> QArray | np.ndarray:
         if name in self._descriptions:
             fields = self._descriptions[name]
-            return join_qarray([self._source.read(part) for part in qarray_tensor_names(name, fields)], fields)
+            arrays = map(self._source.read, _save.qarray_tensor_names(name, fields))
+            return _save.join_qarray(list(arrays), fields)
         weight = self._weights.get(name)
         if weight is None:
             return self._source.read(name)
@@ -371,9 +364,8 @@ def load_checkpoint(
         check(strict, "strict=False has no effect beside like=, whose arrays are needed")
         with open_checkpoint(home, layout) as source:
             source.dtype = dtype
-            fill = (
-                load_name("jchop._checkpoints.models", "fill_model") if is_module_of("flax.nnx", like) else _fill_tree
-            )
+            of_nnx = is_module_of("flax.nnx", like)
+            fill = load_name("jchop._checkpoints.models", "fill_model") if of_nnx else _fill_tree
             return fill(source, like, names, skip, exact)
     check(names is None, "names= has no effect without like=")
     arrays: dict[str, Any] = {}
@@ -398,8 +390,8 @@ def load_checkpoint(
 
 def _fill_tree(source: Checkpoint, like: Any, names: TensorNaming | None, skip: str | None, exact: bool) -> Any:
     """A tree like one, with the arrays of a checkpoint."""
-    like_tree, rebuild = split_model(like)
-    leaves = leaves_by_name(like_tree, QArray | StoredAs)
+    like_tree, rebuild = _save.split_model(like)
+    leaves = _save.leaves_by_name(like_tree, QArray | StoredAs)
     leaf_names = [name if names is None else names(name) for name, _, _ in leaves]
     leaf_names = [name_of_stack(name, source.items) for name in leaf_names]
     stacks = [tuple(leaf.shape[: name.count("*")]) for name, (_, _, leaf) in zip(leaf_names, leaves, strict=True)]
@@ -478,11 +470,9 @@ def in_shape_and_dtype(
         return replace(value, dtype=np.dtype(dtype))
     with np.errstate(over="ignore"):
         numbers = value.astype(dtype)
-    if not bool(((numbers.astype(value.dtype) == value) | (value != value)).all()):
-        raise ValueError(
-            f"{name!r} in {value.dtype} has numbers that {dtype} of the model has not: make the model with "
-            f"param_dtype={value.dtype}"
-        )
+    same = bool(((numbers.astype(value.dtype) == value) | (value != value)).all())
+    wrong = f"{name!r} in {value.dtype} has numbers that {dtype} of the model has not"
+    check(same, f"{wrong}: make the model with param_dtype={value.dtype}")
     return numbers
 
 

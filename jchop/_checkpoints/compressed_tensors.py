@@ -92,7 +92,8 @@ def activation_arguments(spec: Spec) -> dict[str, Any] | None:
 
 
 def _read_pack(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
-    words, shape = parts["weight_packed"], _weight_shape(parts["weight_shape"])
+    """The array of integers packed in words, with zero points packed or not, in groups or an order of columns."""
+    words, shape = parts["weight_packed"], row.two_lengths(parts["weight_shape"])
     scale = row.as_scales(parts["weight_scale"], shape)
     check(words.shape[0] == shape[0], f"weight_packed has {words.shape[0]} rows, and weight_shape {list(shape)}")
     zero = parts.get("weight_zero_point")
@@ -102,10 +103,8 @@ def _read_pack(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
         zero = _unpacked_zero(zero, scale, bits)
     elif zero is not None:
         zero_shape = (row.word_count(shape[0], bits, each), scale.shape[1])
-        check(
-            zero.dtype == row.WORD and zero.shape == zero_shape,
-            f"weight_zero_point must be int32 of shape {list(zero_shape)}",
-        )
+        ok = zero.dtype == row.WORD and zero.shape == zero_shape
+        check(ok, f"weight_zero_point must be int32 of shape {list(zero_shape)}")
         zero = row.codes_from_words(zero.T, bits, shape[0], each).T.astype(np.int32)
         check(scale.shape[0] == shape[0], "weight_zero_point needs a scale for each row")
     index = parts.get("weight_g_idx")
@@ -128,20 +127,13 @@ def integer_array_by_index(
     """Codes whose column j is in the group ``index[j]``: groups of neighbours, else a scale for each element."""
     columns, count = codes.shape[1], scale.shape[1]
     ok = index.shape == (columns,) and np.issubdtype(index.dtype, np.integer)
-    check(
-        ok and bool(((index >= 0) & (index < count)).all()), f"g_idx must be {columns} integers from 0 to {count - 1}"
-    )
+    ok = ok and bool(((index >= 0) & (index < count)).all())
+    check(ok, f"g_idx must be {columns} integers from 0 to {count - 1}")
     size = int((index != 0).argmax()) or columns  # the first group is whole, and the last may be smaller
     if np.array_equal(index, np.arange(columns) // size) and count == -(-columns // size):
         return row.integer_array(codes, scale, zero, bits, row.kinds_from(codes.shape, scale.shape, (1, size)))
     spread_zero = None if zero is None else zero[:, index]
     return row.integer_array(codes, scale[:, index], spread_zero, bits, [OWN_SCALE, OWN_SCALE])
-
-
-def _weight_shape(data: np.ndarray) -> tuple[int, int]:
-    ok = np.issubdtype(data.dtype, np.integer) and data.shape == (2,) and bool((data > 0).all())
-    check(ok and bool((data < 1 << 31).all()), "weight_shape must be two integers above zero and below 2^31")
-    return int(data[0]), int(data[1])
 
 
 def _word_form(
@@ -187,12 +179,10 @@ def _with_one_scale(parts: dict[str, Any], facts: dict[str, Any]) -> row.Written
 
 
 def _write_pack(q: QArray, exact: bool) -> row.WrittenWeight:
+    """The tensors and facts of integers in words; zero points only if one is not the middle of the codes."""
     weight, index = row.group_by_column(row.pieces(q))
-    check(
-        index is None,
-        "its columns are in groups of any order (g_idx), which compressed-tensors since 0.20 does not have; "
-        "gptq and gptq_v2 hold them",
-    )
+    others = "which compressed-tensors since 0.20 does not have; gptq and gptq_v2 hold them"
+    check(index is None, f"its columns are in groups of any order (g_idx), {others}")
     codes, scale, zero = row.unsigned_pieces(weight, _PACK_WIDTHS)
     bits = weight.fmt.element.bits
     symmetric = bool((zero == 1 << (bits - 1)).all())
@@ -211,20 +201,11 @@ def _write_pack(q: QArray, exact: bool) -> row.WrittenWeight:
     return _with_one_scale(parts, facts)
 
 
-_PACK_PARTS, _PACK_OPTIONAL = ("weight_packed", "weight_scale", "weight_shape"), ("weight_zero_point", "weight_g_idx")
-_PACK_FITS, _PACK_PEEK = "int4(group=128,scale=bfloat16)", ("weight_shape", _weight_shape)
-_LOOK_FOR_WORDS = row.look_for_matrix("weight_packed", row.WORD)
 PACK_ROW = row.LayoutRow(
-    "pack-quantized",
-    _PACK_PARTS,
-    _LOOK_FOR_WORDS,
-    _read_pack,
-    _write_pack,
-    _PACK_FITS,
-    _PACK_OPTIONAL,
-    _PACK_PEEK,
-    inputs_last=True,
-)
+    "pack-quantized", ("weight_packed", "weight_scale", "weight_shape"),
+    row.look_for_matrix("weight_packed", row.WORD), _read_pack, _write_pack, "int4(group=128,scale=bfloat16)",
+    ("weight_zero_point", "weight_g_idx"), ("weight_shape", row.two_lengths), inputs_last=True,
+)  # fmt: skip
 
 
 # -- int-quantized: int8 and a scale -----------------------------------------------------------------------------------
@@ -271,9 +252,8 @@ def float8_array(weight: np.ndarray, scale: np.ndarray, block: tuple[int, int] |
     if block is None:
         counts = tuple(-(-n // 128) for n in weight.shape)
         block = (128, 128) if scale.shape == counts else None
-    return row.float_array(
-        weight.view(np.uint8), scale, float8_e4m3fn, row.kinds_from(weight.shape, scale.shape, block)
-    )
+    kinds = row.kinds_from(weight.shape, scale.shape, block)
+    return row.float_array(weight.view(np.uint8), scale, float8_e4m3fn, kinds)
 
 
 def _write_float(q: QArray, exact: bool) -> row.WrittenWeight:
@@ -293,6 +273,7 @@ FLOAT_ROW = row.LayoutRow("float-quantized", _SCALED_PARTS, _LOOK_FOR_FLOAT8, _r
 
 
 def _read_tiles(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
+    """The array of float8 with one scale for each tile of `weight_block_size`, or one for all."""
     block = row.fact_field(facts, "weight_block_size", list, [128, 128])
     ok = len(block) == 2 and all(type(n) is int and 0 < n < 1 << 31 for n in block)
     check(ok, f"weight_block_size={block} must be two integers above zero")
@@ -308,30 +289,25 @@ def _read_tiles(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
 
 
 def _write_tiles(q: QArray, exact: bool) -> row.WrittenWeight:
+    """The tensors and facts of float8 in tiles of 128 x 128; scales that are powers of two stay so."""
     weight = row.pieces(q, float8_e4m3fn)
     sizes = zip(weight.kinds, row.group_lengths(weight), q.shape, strict=True)
     tiles = all(kind == 128 or (not isinstance(kind, int) and size == n <= 128) for kind, size, n in sizes)
     check(tiles, f"it has the grouping of {weight.fmt}, not tiles of 128 x 128")
-    powers = weight.fmt.scale == float8_e8m0fnu
-    scale = (
-        weight.scale.view(row.EXPONENT8) if powers else row.cast_exactly(row.float_scales(weight), np.float32, "scales")
-    )
-    facts = {"weight_block_size": [128, 128]} | ({"scale_fmt": "ue8m0"} if powers else {})
+    facts: dict[str, Any] = {"weight_block_size": [128, 128]}
+    if weight.fmt.scale == float8_e8m0fnu:
+        facts["scale_fmt"], scale = "ue8m0", weight.scale.view(row.EXPONENT8)
+    else:
+        scale = row.cast_exactly(row.float_scales(weight), np.float32, "scales")
     return {"weight": weight.codes.view(row.FLOAT8), "weight_scale_inv": scale}, facts
 
 
 _TILE_PARTS, _TILE_FITS = ("weight_scale_inv", "weight"), "float8_e4m3fn(group=(128,128))"
-FP8_TILES = row.LayoutRow(
-    "fp8", _TILE_PARTS, row.look_for_matrix("weight", row.FLOAT8), _read_tiles, _write_tiles, _TILE_FITS
-)
-
-
-def _refuse_one_scale(q: QArray, exact: bool) -> row.WrittenWeight:
-    raise ValueError("weights with one scale are only read; compressed-tensors has them")
+FP8_TILES = row.LayoutRow("fp8", _TILE_PARTS, _LOOK_FOR_FLOAT8, _read_tiles, _write_tiles, _TILE_FITS)
 
 
 #: A scale for the whole weight, ``weight_scale``, as the same method has it without blocks.
-FP8_ONE_SCALE = replace(FLOAT_ROW, name="fp8 with one scale", write=_refuse_one_scale, fits=FP8_TILES.fits)
+FP8_ONE_SCALE = replace(FLOAT_ROW, name="fp8 with one scale", write=row.only_read, fits=FP8_TILES.fits)
 
 
 # -- floats of 4 or 8 bits in small groups: NVFP4, MXFP4 and MXFP8 of compressed-tensors, and gpt-oss's MXFP4 ----------
@@ -342,7 +318,7 @@ FP8_ONE_SCALE = replace(FLOAT_ROW, name="fp8 with one scale", write=_refuse_one_
 
 
 #: NVFP4 with the subnormal scales that files have.
-_NVFP4_FORMAT = nvfp4(scale=float8_e4m3fn)
+NVFP4_FORMAT = nvfp4(scale=float8_e4m3fn)
 #: The code of NaN of e8m0, and the code of 1 of e8m0 and e4m3.
 _E8M0_NAN, _E8M0_ONE, _E4M3_ONE = 255, np.uint8(127), np.uint8(0x38)
 
@@ -377,11 +353,7 @@ def _tensor_scale(parts: row.TensorParts, name: str) -> np.float32:
 
 
 def _nvfp4_array(
-    packed_codes: np.ndarray,
-    scale: np.ndarray,
-    combine: Callable[[np.ndarray], np.ndarray],
-    factor: np.float32,
-    facts: row.LayoutFacts,
+    packed_codes: np.ndarray, scale: np.ndarray, combine: Callable, factor: np.float32, facts: row.LayoutFacts
 ) -> QArray:
     """A weight under scales of e4m3 for 16 numbers and one of the tensor.
 
@@ -404,10 +376,19 @@ def _nvfp4_array(
     usable = np.isfinite(factor) and factor > 0 and not (numbers < 0).any()
     if not usable or (exact and not _same_products(few, factor, combine(few))):
         return row.float_array(codes, combined, float4_e2m1fn, [OWN_SCALE, 16])
-    codes, scale_codes = row.replace_zero_scales(
-        codes, scale.view(np.uint8), [OWN_SCALE, 16], codes & np.uint8(8), _E4M3_ONE
-    )
-    return row.qarray_of_codes(codes, (scale_codes, np.asarray(factor)), None, _NVFP4_FORMAT)
+    return nvfp4_array(codes, scale.view(np.uint8), factor)
+
+
+def nvfp4_array(codes: np.ndarray, scale: np.ndarray, factor: np.float32) -> QArray:
+    """Codes of e2m1 under codes of scales of e4m3 for 16 numbers, times a factor of all."""
+    codes, scale = row.replace_zero_scales(codes, scale, [OWN_SCALE, 16], codes & np.uint8(8), _E4M3_ONE)
+    return row.qarray_of_codes(codes, (scale, np.asarray(factor)), None, NVFP4_FORMAT)
+
+
+def nvfp4_array_of_one(codes: np.ndarray, scale: np.ndarray) -> QArray:
+    """The same with a factor of one."""
+    check(bool((scale < 127).all()), "a scale is no number of e4m3 from 0 to 448")
+    return nvfp4_array(codes, scale, np.float32(1))
 
 
 def _same_products(numbers: np.ndarray, factor: Any, scales: np.ndarray) -> bool:
@@ -441,12 +422,11 @@ def _divisor_of_e4m3(few: np.ndarray) -> np.float32:
 
 
 def _write_nvfp4(q: QArray, exact: bool) -> row.WrittenWeight:
+    """The tensors and facts of NVFP4: codes, scales in float8, and the inverse of the tensor scale."""
     weight = row.pieces(q)
     xp = row.numpy_of(weight.codes)
-    check(
-        weight.fmt.element == float4_e2m1fn and weight.kinds == (OWN_SCALE, 16),
-        "it is not nvfp4 with groups of 16 along its last axis",
-    )
+    ok = weight.fmt.element == float4_e2m1fn and weight.kinds == (OWN_SCALE, 16)
+    check(ok, "it is not nvfp4 with groups of 16 along its last axis")
     check(q.shape[1] % 16 == 0, f"its last axis of {q.shape[1]} is no multiple of 16")
     if weight.fmt.scale_rule.tensor_scale:
         scale, factor = weight.scale[0].view(row.FLOAT8), np.float32(weight.scale[1])
@@ -470,21 +450,14 @@ def _write_nvfp4(q: QArray, exact: bool) -> row.WrittenWeight:
         places = xp.where(used, xp.searchsorted(few, quotients), few.size)
         scale = xp.take(table, places).view(row.FLOAT8)
     parts = {"weight_packed": row.pack_bits(weight.codes, 4), "weight_scale": scale}
-    facts = row.weight_arguments(weight, "float", True) | {
-        "strategy": "tensor_group",
-        "scale_dtype": "torch.float8_e4m3fn",
-    }
+    facts = row.weight_arguments(weight, "float", True)
+    facts |= {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
     return parts | {"weight_global_scale": divisor.reshape(1)}, facts
 
 
 _LOOK_FOR_NIBBLES = row.look_for_matrix("weight_packed", row.BYTE, each=2)
 _NVFP4_PARTS = ("weight_packed", "weight_scale", "weight_global_scale")
 NVFP4_ROW = row.LayoutRow("nvfp4-pack-quantized", _NVFP4_PARTS, _LOOK_FOR_NIBBLES, _read_nvfp4, _write_nvfp4, "nvfp4")
-
-
-def only_read(q: QArray, exact: bool) -> row.WrittenWeight:
-    """The writer of a layout that is only read."""
-    raise ValueError("the layout is only read")
 
 
 # NVIDIA's ModelOpt. Definition: https://github.com/NVIDIA/Model-Optimizer, `torch/export` and
@@ -501,10 +474,10 @@ def _read_float_of_modelopt(parts: row.TensorParts, facts: row.LayoutFacts) -> Q
 MODELOPT_ROWS = (
     row.LayoutRow(
         "modelopt nvfp4", ("weight_scale_2", "weight", "weight_scale"), row.look_for_matrix("weight", row.BYTE, each=2),
-        _read_nvfp4_of_modelopt, only_read, "nvfp4",
+        _read_nvfp4_of_modelopt, row.only_read, "nvfp4",
     ),
     row.LayoutRow(
-        "modelopt fp8", _SCALED_PARTS, _LOOK_FOR_FLOAT8, _read_float_of_modelopt, only_read, _FLOAT_FITS
+        "modelopt fp8", _SCALED_PARTS, _LOOK_FOR_FLOAT8, _read_float_of_modelopt, row.only_read, _FLOAT_FITS
     ),
 )  # fmt: skip
 
@@ -556,18 +529,16 @@ def _read_point_tiles(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
 
 def _deepseek_experts(scale: str) -> row.LayoutRow:
     def read(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
-        return MXFP4_ROW.read(
-            {"weight_packed": parts["weight"].view(row.BYTE), "weight_scale": parts[scale].view(row.BYTE)}, facts
-        )
+        names = {"weight_packed": "weight", "weight_scale": scale}
+        return MXFP4_ROW.read({name: parts[own].view(row.BYTE) for name, own in names.items()}, facts)
 
     look = row.look_for_matrix("weight", row.INT8, each=2, **{scale: row.EXPONENT8})
-    return row.LayoutRow("mxfp4 experts", (scale, "weight"), look, read, only_read, _TILE_FITS)
+    return row.LayoutRow("mxfp4 experts", (scale, "weight"), look, read, row.only_read, _TILE_FITS)
 
 
 DEEPSEEK_V4_ROWS = (
     row.LayoutRow(
-        "fp8 of DeepSeek-V4", ("scale", "weight"), row.look_for_matrix("weight", row.FLOAT8), _read_point_tiles,
-        only_read, _TILE_FITS,
+        "fp8 of DeepSeek-V4", ("scale", "weight"), _LOOK_FOR_FLOAT8, _read_point_tiles, row.only_read, _TILE_FITS
     ),
     _deepseek_experts("scale"), _deepseek_experts("weight_scale_inv"),
 )  # fmt: skip

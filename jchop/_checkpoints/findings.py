@@ -51,9 +51,8 @@ def checkpoint_findings(source: Checkpoint) -> Iterator[Finding]:
             yield Finding(name, str(error).removeprefix(f"{source.path}: "))
             continue
         expected = _expected_shape(name, sizes)
-        if len(expected) == len(item.shape) and any(
-            size not in (None, n) for size, n in zip(expected, item.shape, strict=True)
-        ):
+        differs = any(size not in (None, n) for size, n in zip(expected, item.shape, strict=False))
+        if differs and len(expected) == len(item.shape):
             wanted = " x ".join("any" if size is None else str(size) for size in expected)
             faults.append(f"its shape {list(item.shape)} is not the {wanted} of config.json")
         for fault in faults:
@@ -116,6 +115,7 @@ def _expected_shape(name: str, sizes: Mapping[str, int]) -> Sequence[int | None]
 
 
 def _head_faults(source: Checkpoint) -> Iterator[str]:
+    """What is wrong with the output head of a model, if its config does not tie it to the embedding."""
     names = [name for name in source.items if f".{name}".endswith(f".{_EMBEDDING}")]
     if not names or any(f".{name}".endswith(f".{_HEAD}") for name in source.items):
         return

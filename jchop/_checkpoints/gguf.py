@@ -16,7 +16,8 @@ import ml_dtypes
 import numpy as np
 
 from jchop._checkpoints import row
-from jchop._checkpoints.layouts import nvfp4_array_of_one, offset_array
+from jchop._checkpoints.compressed_tensors import nvfp4_array_of_one
+from jchop._checkpoints.layouts import offset_array
 from jchop._common.checks import check, place_in_errors
 from jchop._common.files import MOST_ENTRIES, RegularFile, open_regular_file, short_text
 from jchop._storage._array import QArray
@@ -110,9 +111,14 @@ class GGUFFile(RegularFile):
                 kind, types = self.tensors[unknown[0]].kind, ", ".join(map(str, GGUF_BLOCKS))
                 raise ValueError(f"tensor {short_text(unknown[0])} has type {kind}; known are {types}")
             self._data = -(-(self.file_size - self._remaining_bytes) // alignment) * alignment
-            _check_gguf_places(self.tensors, self.file_size - self._data)
+            at, size = 0, self.file_size - self._data
+            for name, blob in sorted(self.tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+                apart = blob.start >= at and blob.start + blob.nbytes <= size
+                check(apart, f"tensor {short_text(name)} overlaps another or the end of the file")
+                at = blob.start + blob.nbytes
 
     def _tensor(self, name: str, alignment: int) -> GGUFTensor:
+        """Reads the entry of a tensor: its shape, outermost axis first, its type, and its place in the data."""
         if (axes := self._number(4)) > _MOST_GGUF_AXES:
             raise ValueError(f"tensor {short_text(name)} has {axes} axes, and at most {_MOST_GGUF_AXES} are allowed")
         shape = tuple(self._number(8) for _ in range(axes))[::-1]
@@ -162,15 +168,6 @@ class GGUFFile(RegularFile):
             check(self._strings <= _MOST_STRINGS, f"its keys have more than {_MOST_STRINGS} texts")
             for _ in range(count):
                 self._skip_value(inner, depth + 1)
-
-
-def _check_gguf_places(tensors: Mapping[str, GGUFTensor], size: int) -> None:
-    """Checks that tensors lie within the data and do not overlap."""
-    at = 0
-    for name, blob in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
-        if blob.start < at or blob.start + blob.nbytes > size:
-            raise ValueError(f"tensor {short_text(name)} overlaps another or the end of the file")
-        at = blob.start + blob.nbytes
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -290,27 +287,31 @@ def _row_kinds(codes: np.ndarray, scale: np.ndarray) -> list[AxisGrouping]:
 # -- 32 numbers under one scale ----------------------------------------------------------------------------------------
 
 
-def _nibble_codes(data: np.ndarray) -> np.ndarray:
-    """Codes of 32 numbers: 16 bytes of nibbles, the low ones first, after a fifth bit of each code, if there is one."""
+def _block_codes(data: np.ndarray, bits: int = 4) -> np.ndarray:
+    """Codes of 32 numbers: a byte of int8 each, or 16 bytes of nibbles, the low ones first, after fifth bits of all."""
+    if bits == 8:
+        return _code_rows(data) ^ np.uint8(128)
     fifth, nibbles = data[..., :-16], data[..., -16:]
     codes = np.concatenate([nibbles & np.uint8(15), nibbles >> np.uint8(4)], -1)
     return _code_rows(codes | np.unpackbits(fifth, axis=-1, bitorder="little") << np.uint8(4) if fifth.size else codes)
 
 
 def _read_symmetric(blocks: np.ndarray, bits: int) -> QArray:
-    scale, codes = _block_scale(blocks[..., :2]), _nibble_codes(blocks[..., 2:])
+    scale, codes = _block_scale(blocks[..., :2]), _block_codes(blocks[..., 2:], bits)
     return row.integer_array(codes, scale, None, bits, _row_kinds(codes, scale))
 
 
 def _read_offset(blocks: np.ndarray, bits: int) -> QArray:
-    scale, low, codes = _block_scale(blocks[..., :2]), _block_scale(blocks[..., 2:4]), _nibble_codes(blocks[..., 4:])
+    scale, low, codes = _block_scale(blocks[..., :2]), _block_scale(blocks[..., 2:4]), _block_codes(blocks[..., 4:])
     check(bool((scale >= 0).all()), "a scale is below zero")
     return offset_array(codes, scale, low, IntegerFormat(bits, signed=False), _row_kinds(codes, scale))
 
 
-def _write_nibbles(*parts: np.ndarray, codes: np.ndarray, bits: int = 4) -> np.ndarray:
-    """Blocks of the bytes of scales, (rows, blocks, ...), and of codes of 32 numbers; `_nibble_codes` reads these."""
+def _write_block_codes(*parts: np.ndarray, codes: np.ndarray, bits: int = 4) -> np.ndarray:
+    """Blocks of the bytes of scales, (rows, blocks, ...), and of codes of 32 numbers; `_block_codes` reads these."""
     codes = codes.reshape(*parts[0].shape[:2], 32)
+    if bits == 8:
+        return np.concatenate([*parts, codes ^ np.uint8(128)], -1)
     fifth = [np.packbits(codes >> np.uint8(4), axis=-1, bitorder="little")] if bits > 4 else []
     low = codes & np.uint8(15)
     return np.concatenate([*parts, *fifth, low[..., :16] | low[..., 16:] << np.uint8(4)], -1)
@@ -318,12 +319,12 @@ def _write_nibbles(*parts: np.ndarray, codes: np.ndarray, bits: int = 4) -> np.n
 
 def _write_symmetric(q: QArray, bits: int) -> np.ndarray:
     codes, scale = _symmetric_codes(q, bits, np.float16)
-    return _write_nibbles(scale[..., None].view(np.uint8), codes=codes, bits=bits)
+    return _write_block_codes(scale[..., None].view(np.uint8), codes=codes, bits=bits)
 
 
 def _write_offset(q: QArray, bits: int) -> np.ndarray:
     codes, *parts = _offset_codes(q, bits, np.float16)
-    return _write_nibbles(*(numbers[..., None].view(np.uint8) for numbers in parts), codes=codes, bits=bits)
+    return _write_block_codes(*(numbers[..., None].view(np.uint8) for numbers in parts), codes=codes, bits=bits)
 
 
 def _offset_codes(q: QArray, bits: int, dtype: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -338,28 +339,15 @@ def _offset_codes(q: QArray, bits: int, dtype: Any) -> tuple[np.ndarray, np.ndar
 def _write_mxfp4(q: QArray) -> np.ndarray:
     weight = _row_groups(q)
     check((weight.fmt.element, weight.fmt.scale, weight.zero) == (mxfp4.element, mxfp4.scale, None), "it is not mxfp4")
-    return _write_nibbles(weight.scale[..., None], codes=weight.codes)
-
-
-def _read_q8_0(blocks: np.ndarray) -> QArray:
-    scale, codes = _block_scale(blocks[..., :2]), _code_rows(blocks[..., 2:]) ^ np.uint8(128)
-    return row.integer_array(codes, scale, None, 8, _row_kinds(codes, scale))
-
-
-def _write_q8_0(q: QArray) -> np.ndarray:
-    codes, scale = _symmetric_codes(q, 8, np.float16)
-    data = (codes ^ np.uint8(128)).reshape(*scale.shape, 32)
-    return np.concatenate([scale[..., None].view(np.uint8), data], -1)
+    return _write_block_codes(weight.scale[..., None], codes=weight.codes)
 
 
 def _row_groups(q: QArray, size: int = 32, count: int = 32) -> row.Pieces:
     """A weight of any number of axes in pieces, as a matrix with groups of one size in rows of whole blocks."""
     weight = row.pieces(q.reshape(-1, q.shape[-1]) if q.ndim > 2 and 0 not in q.shape else q)
     (rows, last), columns = weight.kinds, weight.codes.shape[1]
-    groups = last == size or (last == WHOLE_AXIS and columns == size)
-    check(
-        rows == OWN_SCALE and groups, f"it has the grouping of {weight.fmt}, not groups of {size} along its last axis"
-    )
+    fits = rows == OWN_SCALE and (last == size or (last == WHOLE_AXIS and columns == size))
+    check(fits, f"it has the grouping of {weight.fmt}, not groups of {size} along its last axis")
     check(columns % count == 0, f"its last axis of {columns} is no multiple of {count}")
     return weight
 
@@ -389,13 +377,13 @@ def _level_array(nibbles: np.ndarray, scale: np.ndarray) -> QArray:
 
 
 def _read_iq4_nl(blocks: np.ndarray) -> QArray:
-    return _level_array(_nibble_codes(blocks[..., 2:]), _block_scale(blocks[..., :2]))
+    return _level_array(_block_codes(blocks[..., 2:]), _block_scale(blocks[..., :2]))
 
 
 def _read_mxfp4_blocks(blocks: np.ndarray) -> QArray:
     exponents = np.ascontiguousarray(blocks[..., 0])
     check(not (exponents == 255).any(), "a scale is 255, the code of NaN")
-    return row.qarray_of_codes(_nibble_codes(blocks[..., 1:]), exponents, None, mxfp4)
+    return row.qarray_of_codes(_block_codes(blocks[..., 1:]), exponents, None, mxfp4)
 
 
 # -- 64 numbers in four groups under e4m3 scales -----------------------------------------------------------------------
@@ -447,6 +435,7 @@ def _read_q3_k(blocks: np.ndarray) -> QArray:
 
 
 def _read_offset_k(blocks: np.ndarray, bits: int) -> QArray:
+    """The array of Q4_K or Q5_K: blocks of 256 numbers, in eight groups with scale and offset of 6 bits."""
     packed_scales = blocks[..., 4:16]
     first, second, rest = packed_scales[..., :4], packed_scales[..., 4:8], packed_scales[..., 8:]
     scales = np.concatenate([first & 63, rest & 15 | first >> 6 << 4], -1)
@@ -503,6 +492,7 @@ def _k_groups(codes: np.ndarray, scale: np.ndarray, zeros: int) -> tuple[np.ndar
 
 
 def _write_offset_k(q: QArray, bits: int) -> np.ndarray:
+    """The blocks of Q4_K or Q5_K of an array with float offsets, as bytes (rows, blocks, bytes)."""
     codes, scale, offsets = _offset_codes(q, bits, np.float32)
     codes, scale = _k_groups(codes, scale, 0)
     integers = range(63, 0, -1)
@@ -517,14 +507,14 @@ def _write_offset_k(q: QArray, bits: int) -> np.ndarray:
 
 
 def _write_q6_k(q: QArray) -> np.ndarray:
+    """The blocks of Q6_K, as bytes: 256 numbers in sixteen groups with int8 factors of a float16 scale."""
     codes, scale = _symmetric_codes(q, 6, np.float32, 16)
     codes, scale = _k_groups(codes, scale, 32)
     whole, factors = _split_scales(scale, [-128, *(sign * n for n in range(127, 0, -1) for sign in (1, -1))])
     low = (codes & np.uint8(15)).reshape(*codes.shape[:2], 2, 2, 64)
     high = (codes >> np.uint8(4)).reshape(*codes.shape[:2], 2, 4, 32)
-    return np.concatenate(
-        [_join_fields(low, 4), _join_fields(high, 2), factors.astype(np.int8).view(np.uint8), whole], -1
-    )
+    signed = factors.astype(np.int8).view(np.uint8)
+    return np.concatenate([_join_fields(low, 4), _join_fields(high, 2), signed, whole], -1)
 
 
 def _read_iq4_xs(blocks: np.ndarray) -> QArray:
@@ -539,6 +529,7 @@ def _read_iq4_xs(blocks: np.ndarray) -> QArray:
 
 
 def _ternary(codes: np.ndarray, scale: np.ndarray) -> QArray:
+    """The array of codes 0, 1, 2 for -1, 0, 1, under a scale for each group."""
     codes = _code_rows(codes)
     return row.integer_array(codes, scale, np.ones(scale.shape, np.int32), 2, _row_kinds(codes, scale))
 
@@ -583,7 +574,7 @@ GGUF_BLOCKS = {
     3: GGUFBlock("Q4_1", 32, 20, partial(_read_offset, bits=4), partial(_write_offset, bits=4), fits=_OFFSET_FITS(4)),
     6: GGUFBlock("Q5_0", 32, 22, partial(_read_symmetric, bits=5), partial(_write_symmetric, bits=5), fits=_FITS(5)),
     7: GGUFBlock("Q5_1", 32, 24, partial(_read_offset, bits=5), partial(_write_offset, bits=5), fits=_OFFSET_FITS(5)),
-    8: GGUFBlock("Q8_0", 32, 34, _read_q8_0, _write_q8_0, fits=_FITS(8)),
+    8: GGUFBlock("Q8_0", 32, 34, partial(_read_symmetric, bits=8), partial(_write_symmetric, bits=8), fits=_FITS(8)),
     10: GGUFBlock("Q2_K", 256, 84, _read_q2_k),
     11: GGUFBlock("Q3_K", 256, 110, _read_q3_k),
     20: GGUFBlock("IQ4_NL", 32, 18, _read_iq4_nl),
@@ -597,6 +588,4 @@ GGUF_BLOCKS = {
 #: Where the bytes of an unknown type end is not known.
 _UNKNOWN_BLOCK = GGUFBlock("", 1, 0)
 #: The numbers of those that are read.
-READABLE_TYPES = tuple(
-    number for number, block in GGUF_BLOCKS.items() if block.read is not None or block.dtype is not None
-)
+READABLE_TYPES = tuple(number for number, block in GGUF_BLOCKS.items() if block.read or block.dtype is not None)

@@ -84,12 +84,10 @@ def gguf_model(config: Mapping[str, Any], files: Sequence[Path], names: Sequence
         kv_heads = _positive_int(config, "num_key_value_heads", heads)
         width = _positive_int(config, "head_dim", _positive_int(config, "hidden_size") // heads)
         act = config.get("hidden_act", config.get("hidden_activation"))
-        check(
-            act is None or act in architecture.act, f"hidden_act={short_text(act)} is not that of {architecture.name}"
-        )
+        known = act is None or act in architecture.act
+        check(known, f"hidden_act={short_text(act)} is not that of {architecture.name}")
         keys, more = _model_keys(config, architecture.name, heads, kv_heads, width)
-        by_name = {path.name: path for path in files}
-        keys |= _tokenizer_keys(by_name, config)
+        keys |= _tokenizer_keys({path.name: path for path in files}, config)
         arrays = {name: _gguf_array(name, architecture, {"q": heads, "k": kv_heads}) for name in names}
         return GGUFModel(gguf_keys_of(keys), arrays, more)
 
@@ -130,10 +128,9 @@ def _model_keys(
         own |= {"rope.scaling.type": "linear", "rope.scaling.factor": _positive_float(rope, "factor", 1)}
     elif kind == "llama3":
         more["rope_freqs.weight"] = _rope_factors(rope, base, width)
-    check(
-        kind in ("default", "linear", "llama3") and rope.get("partial_rotary_factor", 1) == 1,
-        f"rotary embeddings {short_text(rope)} are not written; those of rope_type default, linear and llama3 are",
-    )
+    known = kind in ("default", "linear", "llama3") and rope.get("partial_rotary_factor", 1) == 1
+    words = "are not written; those of rope_type default, linear and llama3 are"
+    check(known, f"rotary embeddings {short_text(rope)} {words}")
     general = {"general.architecture": name, "general.quantization_version": 2}
     return general | {f"{name}.{key}": value for key, value in own.items()}, more
 
@@ -153,9 +150,8 @@ def _gguf_array(name: str, architecture: _Architecture, heads: Mapping[str, int]
     module, _, end = name.rpartition(".")
     layer = re.fullmatch(r"model\.layers\.(\d{1,4})\.(.*)", module)
     new = _MODULE_NAMES.get(module) if layer is None else _LAYER_NAMES.get(layer[2])
-    check(
-        new is not None and end in ("weight", "bias"), f"tensor {short_text(name)} has no name in {architecture.name}"
-    )
+    known = new is not None and end in ("weight", "bias")
+    check(known, f"tensor {short_text(name)} has no name in {architecture.name}")
     new = f"{new if layer is None else f'blk.{layer[1]}.{new}'}.{end}"
     swaps = architecture.swapped and re.search(r"\.([qk])_proj$", module)
     offset = architecture.norm_offset if module.endswith("norm") else 0
@@ -184,11 +180,8 @@ _LONGEST_TOKENIZER = 1 << 26
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_ENGLISH, _UPPER, _LOWER = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|",
-    r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}",
-    r"\p{Ll}\p{Lm}\p{Lo}\p{M}",
-)
+_ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _MIXED = rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
 #: The names of the patterns by which texts are split before merges.
 _SPLIT_NAMES = {
@@ -260,15 +253,10 @@ def _vocabulary(data: Mapping[str, Any], size: int) -> dict[str, Any]:
         keys["tokenizer.ggml.unknown_token_id"] = unknown
     places = {text: place for place, text in reversed([*enumerate(map("".join, pairs))])}
     scores = np.array([-places.get(text, len(pairs)) for text in tokens], np.float32)
-    before = [
-        *_tokenizer_steps(data.get("normalizer"), "normalizers"),
-        *_tokenizer_steps(data.get("pre_tokenizer"), "pretokenizers"),
-    ]
-    space = any(
-        step.get("type") == "Prepend"
-        or (step.get("type") == "Metaspace" and step.get("prepend_scheme", "always") != "never")
-        for step in before
-    )
+    parts = ("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")
+    before = [step for name, field in parts for step in _tokenizer_steps(data.get(name), field)]
+    metaspaces = [step.get("prepend_scheme", "always") for step in before if step.get("type") == "Metaspace"]
+    space = any(step.get("type") == "Prepend" for step in before) or any(scheme != "never" for scheme in metaspaces)
     keys |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default", "tokenizer.ggml.scores": scores}
     return keys | {"tokenizer.ggml.add_space_prefix": space}
 

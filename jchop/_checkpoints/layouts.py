@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jchop._checkpoints import row
-from jchop._checkpoints.compressed_tensors import integer_array_by_index, only_read
+from jchop._checkpoints.compressed_tensors import NVFP4_FORMAT, integer_array_by_index, nvfp4_array_of_one
 from jchop._common.checks import check, place_in_errors
 from jchop._common.files import json_object, short_text
 from jchop._storage._array import QArray
@@ -21,7 +21,7 @@ from jchop._storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping, 
 from jchop._storage._files.safetensors import are_counts
 from jchop.formats import IntegerFormat, ScaledFormat
 from jchop.formats._catalogue import float8_e4m3fn
-from jchop.formats.scaled.catalogue import mxfp4, mxfp8_e4m3, nf4, nvfp4
+from jchop.formats.scaled.catalogue import mxfp4, mxfp8_e4m3, nf4
 
 _GPTQ_PARTS = ("qweight", "qzeros", "scales")
 #: Widths of AutoGPTQ.
@@ -53,6 +53,7 @@ def _look_gptq(entries: row.TensorEntries) -> tuple[int, ...] | None:
 
 
 def _read_gptq(parts: row.TensorParts, facts: row.LayoutFacts, *, offset: int) -> QArray:
+    """The array of words along the inputs; `offset` is added to the zero points that are stored."""
     words, zeros = parts["qweight"], parts["qzeros"]
     form, widths = _gptq_form(parts), row.module_fields(facts, "bits")  # type: ignore[arg-type]
     text = " or ".join(str(width) for width in widths)
@@ -60,10 +61,8 @@ def _read_gptq(parts: row.TensorParts, facts: row.LayoutFacts, *, offset: int) -
     check(bool(fits), f"bits={text} of the configuration does not fit qzeros of shape {zeros.shape}")
     assert form is not None
     bits, columns, out = form
-    codes, zero = (
-        row.codes_from_words(words.T, bits, columns),
-        row.codes_from_words(zeros, bits, out).astype(np.int32) + offset,
-    )
+    codes = row.codes_from_words(words.T, bits, columns)
+    zero = row.codes_from_words(zeros, bits, out).astype(np.int32) + offset
     return _integers_by_columns(codes, parts, zero, bits, facts)
 
 
@@ -95,18 +94,17 @@ def _integers_by_columns(
 
 
 def _write_gptq(q: QArray, exact: bool, *, offset: int) -> row.WrittenWeight:
+    """The tensors and facts of GPTQ, transposed to (in, out); zero points are stored minus `offset`."""
     weight, index = row.group_by_column(row.pieces(q))
     size = row.row_group_size(weight) or q.shape[1]
     codes, scale, zero = row.unsigned_pieces(weight, _GPTQ_WIDTHS)
     bits, (out, columns) = weight.fmt.element.bits, q.shape
     for name, n in (("in", columns), ("out", out)):
         check(n % 32 == 0, f"its axis {name} has {n} indices, which is no multiple of 32")
-    low = zero - offset
-    check(
-        bool(((low >= 0) & (low < 1 << bits)).all()),
-        f"the layout stores zero points minus {offset} in {bits} bits, and they range from {zero.min()} to {zero.max()}"
-        + ("; gptq_v2 would fit" if offset and zero.min() >= 0 and zero.max() < 1 << bits else ""),
-    )
+    low, least, most = zero - offset, zero.min(), zero.max()
+    other = "; gptq_v2 would fit" if offset and least >= 0 and most < 1 << bits else ""
+    where = f"minus {offset} in {bits} bits, and they range from {least} to {most}{other}"
+    check(bool(((low >= 0) & (low < 1 << bits)).all()), f"the layout stores zero points {where}")
     scales = row.cast_exactly(scale.T, np.float16, "scales")
     parts = {
         "qweight": row.codes_to_words(codes, bits).T,
@@ -161,6 +159,7 @@ def _to_awq_order(codes: np.ndarray) -> np.ndarray:
 
 
 def _write_awq(q: QArray, exact: bool) -> row.WrittenWeight:
+    """The tensors and facts of AWQ, transposed to (in, out), eight codes of a word in AWQ's order."""
     weight = row.pieces(q)
     row.row_group_size(weight)
     size = row.group_lengths(weight)[1]
@@ -204,6 +203,7 @@ def _mlx_bits(facts: row.LayoutFacts, words: int, groups: int) -> int:
 
 
 def _read_mlx(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
+    """The array of MLX's codes, scales and offsets; a negative scale is made positive by reversing the codes."""
     words, stored, offsets = parts["weight"], parts["scales"], parts["biases"]
     ok = row.is_matrix(stored) and stored.shape == offsets.shape and stored.shape[0] == words.shape[0]
     check(ok and stored.dtype == offsets.dtype, "scales and biases must both have the shape (out, groups)")
@@ -218,14 +218,11 @@ def _read_mlx(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
     return offset_array(codes, np.abs(scale), low, IntegerFormat(bits, signed=False), kinds)
 
 
-def _look_mlx(entries: row.TensorEntries) -> tuple[int, ...] | None:
-    words, biases = entries["weight"], entries["biases"]
-    return words.shape if row.is_matrix(words, np.dtype("<u4")) and row.is_matrix(biases) else None
-
-
-MLX_ROW = row.LayoutRow("mlx", ("biases", "weight", "scales"), _look_mlx, _read_mlx, only_read, "")
+MLX_ROW = row.LayoutRow(
+    "mlx", ("biases", "weight", "scales"), row.look_for_matrix("weight", np.dtype("<u4")), _read_mlx, row.only_read, "",
+)  # fmt: skip
 #: The formats of the modes without biases: the scales of groups are bytes.
-MLX_MODES = {"mxfp4": mxfp4, "mxfp8": mxfp8_e4m3, "nvfp4": nvfp4(scale=float8_e4m3fn)}
+MLX_MODES = {"mxfp4": mxfp4, "mxfp8": mxfp8_e4m3, "nvfp4": NVFP4_FORMAT}
 
 
 def _read_mlx_mode(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
@@ -241,20 +238,10 @@ def _read_mlx_mode(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
     return row.qarray_of_codes(codes, scale, None, fmt)
 
 
-def nvfp4_array_of_one(codes: np.ndarray, scale: np.ndarray) -> QArray:
-    """Codes of e2m1 under scales of e4m3 for 16 numbers, with a tensor scale of one."""
-    check(bool((scale < 127).all()), "a scale is no number of e4m3 from 0 to 448")
-    kinds = [OWN_SCALE, 16]
-    codes, scale = row.replace_zero_scales(codes, scale, kinds, codes & np.uint8(8), 0x38)
-    return row.qarray_of_codes(codes, (scale, np.ones((), np.float32)), None, MLX_MODES["nvfp4"])
-
-
-def _look_mlx_mode(entries: row.TensorEntries) -> tuple[int, ...] | None:
-    words, scale = entries["weight"], entries["scales"]
-    return words.shape if row.is_matrix(words, np.dtype("<u4")) and row.is_matrix(scale, row.BYTE) else None
-
-
-MLX_MODE_ROW = row.LayoutRow("mlx floats", ("scales", "weight"), _look_mlx_mode, _read_mlx_mode, only_read, "")
+MLX_MODE_ROW = row.LayoutRow(
+    "mlx floats", ("scales", "weight"), row.look_for_matrix("weight", np.dtype("<u4"), scales=row.BYTE),
+    _read_mlx_mode, row.only_read, "",
+)  # fmt: skip
 
 
 # -- HQQ: bytes or words whose fields, the highest first, are parts of all rows of groups -----------------------------
@@ -270,19 +257,14 @@ _HQQ_OTHERS = (
 )  # fmt: skip
 
 
-def _hqq_shape(data: np.ndarray) -> tuple[int, ...]:
-    ok = np.issubdtype(data.dtype, np.integer) and data.shape == (2,) and bool(((data > 0) & (data < 1 << 31)).all())
-    check(ok, "shape must be two integers above zero and below 2^31")
-    return int(data[0]), int(data[1])
-
-
 def _hqq_integer(data: np.ndarray, name: str) -> int:
     check(data.size == 1 and np.issubdtype(data.dtype, np.integer), f"{name} must be an integer")
     return int(data.item())
 
 
 def _read_hqq(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
-    shape, text = _hqq_shape(parts["shape"]), parts["packing"]
+    """The array of HQQ, whose groups of `group_size` numbers run along axis 0 or 1 of the flat weight."""
+    shape, text = row.two_lengths(parts["shape"]), parts["packing"]
     packing = text.astype(np.uint8).tobytes()[:16].decode("latin-1")
     check(packing in _HQQ_WIDTHS, f"packing={short_text(packing)} must be one of {', '.join(_HQQ_WIDTHS)}")
     axis = _hqq_integer(parts["axis"], "axis")
@@ -312,13 +294,9 @@ def _read_hqq(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
     return offset_array(codes, scale, low, IntegerFormat(max(bits, 2), signed=False), kinds)
 
 
-def _look_hqq(entries: row.TensorEntries) -> tuple[int, ...] | None:
-    return entries["W_q"].shape if row.is_matrix(entries["W_q"]) else None
-
-
 HQQ_ROW = row.LayoutRow(
-    "hqq", ("W_q", "scale", "zero", "shape", "axis", "packing"), _look_hqq, _read_hqq, only_read, "", _HQQ_OTHERS,
-    ("shape", _hqq_shape),
+    "hqq", ("W_q", "scale", "zero", "shape", "axis", "packing"), row.look_for_matrix("W_q"), _read_hqq,
+    row.only_read, "", _HQQ_OTHERS, ("shape", row.two_lengths),
 )  # fmt: skip
 
 
@@ -338,7 +316,7 @@ def _read_llm_int8(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
 
 
 LLM_INT8_ROW = row.LayoutRow(
-    "LLM.int8", ("SCB", "weight"), row.look_for_matrix("weight", row.INT8), _read_llm_int8, only_read, "",
+    "LLM.int8", ("SCB", "weight"), row.look_for_matrix("weight", row.INT8), _read_llm_int8, row.only_read, "",
     ("weight_format",),
 )  # fmt: skip
 
@@ -359,10 +337,8 @@ _NF4_ZERO = np.uint8(7)
 
 def _quant_state(data: np.ndarray) -> dict[str, Any]:
     """The record of a weight: JSON in bytes."""
-    check(
-        data.dtype == row.BYTE and data.ndim == 1 and data.size <= _LONGEST_NF4_STATE,
-        "the quant_state is not a short text",
-    )
+    short = data.dtype == row.BYTE and data.ndim == 1 and data.size <= _LONGEST_NF4_STATE
+    check(short, "the quant_state is not a short text")
     with place_in_errors("the quant_state is not JSON"):
         return json_object(data.tobytes().decode("utf-8"))
 
@@ -375,6 +351,7 @@ def _shape_in_state(data: np.ndarray) -> tuple[int, ...]:
 
 
 def _read_nf4(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
+    """The array of NF4 in blocks of the flat weight; blocks that cross rows are divided."""
     state, weight, shape = _quant_state(parts[_NF4_STATE]), parts[""], _shape_in_state(parts[_NF4_STATE])
     size, (out, columns) = row.fact_field(state, "blocksize", int, 64), shape[-2:]
     count = math.prod(shape)
@@ -412,10 +389,8 @@ def _absmax(parts: row.TensorParts, state: dict[str, Any]) -> np.ndarray:
         ok = absmax.dtype == row.BYTE and nested_absmax.dtype == np.float32 and size > 0
         check(ok and nested_absmax.size == -(-absmax.size // size), "nested_absmax does not fit the blocks of absmax")
         offset = row.fact_field(state, "nested_offset", (int, float), 0.0)
-        check(
-            abs(offset) <= float(np.finfo(np.float32).max),
-            f"nested_offset={short_text(offset)} is no number of float32",
-        )
+        fits = abs(offset) <= float(np.finfo(np.float32).max)
+        check(fits, f"nested_offset={short_text(offset)} is no number of float32")
         with np.errstate(over="ignore", invalid="ignore"):
             factors = np.repeat(nested_absmax.reshape(-1), min(size, absmax.size))[: absmax.size]
             absmax = table[absmax] * factors + np.float32(offset)
@@ -424,12 +399,11 @@ def _absmax(parts: row.TensorParts, state: dict[str, Any]) -> np.ndarray:
 
 
 def _write_nf4(q: QArray, exact: bool) -> row.WrittenWeight:
+    """The tensors and facts of NF4 as bitsandbytes stores it, the first of two codes in the high bits."""
     weight = row.pieces(q, nf4.element)
     rows, last = weight.kinds
-    check(
-        rows == OWN_SCALE and isinstance(last, int),
-        f"it has the grouping of {weight.fmt}, not groups along its last axis",
-    )
+    by_row = rows == OWN_SCALE and isinstance(last, int)
+    check(by_row, f"it has the grouping of {weight.fmt}, not groups along its last axis")
     assert isinstance(last, int)
     check(q.shape[1] % last == 0 and last % 2 == 0, f"its groups of {last} do not divide its last axis of {q.shape[1]}")
     scale = row.cast_exactly(row.float_scales(weight), np.float32, "scales")
@@ -461,6 +435,7 @@ NF4_ROW = row.LayoutRow("bitsandbytes", _NF4_PARTS, _look_nf4, _read_nf4, _write
 
 
 def _grouping(facts: row.LayoutFacts, shape: Sequence[int], scale: np.ndarray) -> tuple[np.ndarray, list[AxisGrouping]]:
+    """The scales in the shape of groups, and the length of a group along each axis."""
     block = row.fact_field(facts, "block_size", list, [])
     ok = are_counts(block) and len(block) in (0, len(shape)) and all(0 < n < 1 << 31 for n in block)
     check(ok, f"block_size={short_text(block)} must have an integer above 0 for each axis")
@@ -472,17 +447,13 @@ def _grouping(facts: row.LayoutFacts, shape: Sequence[int], scale: np.ndarray) -
     return scale, row.kinds_from(shape, scale.shape, tuple(block) if block else None)
 
 
-def _target_bits(facts: row.LayoutFacts) -> int:
-    """The width of the elements of a tensor of int8: the width of its target dtype."""
-    target = row.fact_field(facts, "target_dtype", dict, {})
+def _read_int8(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
+    """The array of torchao's integers of `target_dtype`, stored as int8, with integer zero points."""
+    codes, target = parts["qdata"], row.fact_field(facts, "target_dtype", dict, {})
     match = re.fullmatch(r"int([2-8])", str(target.get("_data", "int8")))
     check(match is not None, f"target_dtype={short_text(target)} must be one of int2 to int8")
     assert match is not None
-    return int(match[1])
-
-
-def _read_int8(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
-    codes, bits = parts["qdata"], _target_bits(facts)
+    bits = int(match[1])
     check(codes.dtype == row.INT8, f"qdata is of dtype {codes.dtype}, and must be int8")
     half = 1 << (bits - 1)
     check(bool(((codes >= -half) & (codes < half)).all()), f"an element is no integer of {bits} bits")
@@ -505,11 +476,10 @@ def _read_float8(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
 
 
 def _read_int4(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
+    """The array of torchao's int4, two codes in a byte, with float zero points of shape (groups, out)."""
     packed_codes = parts["qdata"]
-    check(
-        packed_codes.dtype.itemsize == 1 and "act_pre_scale" not in parts,
-        "qdata must be bytes, without an act_pre_scale",
-    )
+    ok = packed_codes.dtype.itemsize == 1 and "act_pre_scale" not in parts
+    check(ok, "qdata must be bytes, without an act_pre_scale")
     codes = row.unpack_bits(packed_codes.view(np.uint8), 4, 2 * packed_codes.shape[1])
     scale, zero = parts["scale"], parts["zero_point"]
     ok = row.is_matrix(scale) and scale.shape == zero.shape and scale.dtype == zero.dtype
@@ -587,10 +557,8 @@ def _write_float8(q: QArray, exact: bool) -> row.WrittenWeight:
 
 def _write_int4(q: QArray, exact: bool) -> row.WrittenWeight:
     weight = row.pieces(q)
-    check(
-        weight.fmt.zero_point == "float" and weight.fmt.element == IntegerFormat(4),
-        "it is not int4 with float zero points",
-    )
+    ok = weight.fmt.zero_point == "float" and weight.fmt.element == IntegerFormat(4)
+    check(ok, "it is not int4 with float zero points")
     row.row_group_size(weight)
     scale, zero = row.float_scales(weight), weight.zero
     assert zero is not None

@@ -152,11 +152,9 @@ class _ModelTensor(NamedTuple):
         """The names of its tensors, each with its indexes in a stack; ``()`` without a stack."""
         form, shape = self._form, self.variable.get_value().shape
         stack = self.name.count("*") if form is None else form.stack
-        check(
-            self.name.count("*") == stack < 1 + len(shape),
-            f"{self.key} of shape {list(shape)} at {self.entry.paths[0]!r} is a stack of {stack} axes: names= "
-            f"must give a name with {stack} '*' for its indexes, as 'layers.*.up.weight', not {self.name!r}",
-        )
+        where = f"{self.key} of shape {list(shape)} at {self.entry.paths[0]!r}"
+        remedy = f"names= must give a name with {stack} '*' for its indexes, as 'layers.*.up.weight', not {self.name!r}"
+        check(self.name.count("*") == stack < 1 + len(shape), f"{where} is a stack of {stack} axes: {remedy}")
         return [(checkpoint.name_in_stack(self.name, index), index) for index in np.ndindex(*shape[:stack])]
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
@@ -166,6 +164,7 @@ class _ModelTensor(NamedTuple):
             yield name, self._in_file(jax.tree.map(lambda leaf, at=index: leaf[at], value) if index else value, form)
 
     def _in_file(self, value: Any, form: _FileForm | None) -> Any:
+        """The value of a parameter in the axes and shape of the file."""
         if isinstance(value, StoredAs) and value.input_factors is not None:
             raise ValueError(
                 f"{self.entry.paths[0]!r} has factors by which its inputs are multiplied when the model runs, which "
@@ -194,17 +193,11 @@ class _ModelTensor(NamedTuple):
         shape = tuple(current.shape[len(stack) :]) if form is None else form.file_shape
         cast = cast if jnp.issubdtype(current.dtype, jnp.floating) else None
         dtype = cast or (isinstance(values[0], QArray) and getattr(layer, "dtype", None)) or current.dtype
-        parts: list[Any] = [
-            checkpoint.in_shape_and_dtype(name, value, shape, dtype)
-            for (name, _), value in zip(self.places(), values, strict=True)
-        ]
+        pairs = zip((name for name, _ in self.places()), values, strict=True)
+        parts: list[Any] = [checkpoint.in_shape_and_dtype(name, value, shape, dtype) for name, value in pairs]
         if form is not None:
-            parts = [
-                part.reshape(form.layout.shape(form.shape))
-                if isinstance(part, QArray)
-                else form.layout.back(part, form.shape)
-                for part in parts
-            ]
+            own, back = form.layout.shape(form.shape), form.layout.back
+            parts = [part.reshape(own) if isinstance(part, QArray) else back(part, form.shape) for part in parts]
         value = checkpoint.stacked(self.name, parts, stack) if stack else parts[0]
         if isinstance(current, QArray | StoredAs):
             check(
@@ -294,9 +287,8 @@ def _model_tensors(
                 "the model has adapters: jchop.nn.merge_lora adds them to the weights, and save_lora saves them"
             )
     entries = list(layer_entries(model))
-    attention = {
-        path for entry, _ in entries if isinstance(entry.module, nnx.MultiHeadAttention) for path in entry.paths
-    }
+    attentions = [entry for entry, _ in entries if isinstance(entry.module, nnx.MultiHeadAttention)]
+    attention = {path for entry in attentions for path in entry.paths}
 
     def file_path(path: str) -> str:
         above, _, last = path.rpartition("/")

@@ -104,6 +104,18 @@ def look_for_matrix(part: str, dtype: np.dtype | None = None, each: int = 1, **b
     return look
 
 
+def two_lengths(data: np.ndarray) -> tuple[int, int]:
+    """The shape of a matrix that a tensor holds."""
+    ok = np.issubdtype(data.dtype, np.integer) and data.shape == (2,) and bool(((data > 0) & (data < 1 << 31)).all())
+    check(ok, "the shape must be two integers above zero and below 2^31")
+    return int(data[0]), int(data[1])
+
+
+def only_read(q: QArray, exact: bool) -> WrittenWeight:
+    """The writer of a layout that is only read."""
+    raise ValueError("the layout is only read")
+
+
 def fact_field(facts: LayoutFacts, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
     """A field of the facts; ValueError if it has another type. A missing one, or null, is the default."""
     value = facts.get(name)
@@ -162,11 +174,9 @@ def kinds_from(shape: Sequence[int], scales: Sequence[int], block: Sequence[int]
         OWN_SCALE if m == n else WHOLE_AXIS if m == 1 else size for n, m, size in zip(shape, scales, sizes, strict=True)
     ]
     unsure = block is None and isinstance(kinds[0], int) and any(isinstance(k, int) and k & k - 1 for k in kinds)
-    check(
-        fits and not unsure,
-        f"scales of shape {list(scales)} do not divide a weight of shape {list(shape)} into "
-        + (f"groups of {list(sizes)}" if block else "blocks of a known size" if unsure else "equal groups"),
-    )
+    groups = f"groups of {list(sizes)}" if block else "blocks of a known size" if unsure else "equal groups"
+    shapes = f"scales of shape {list(scales)} do not divide a weight of shape {list(shape)}"
+    check(fits and not unsure, f"{shapes} into {groups}")
     return kinds
 
 
@@ -297,10 +307,8 @@ def unsigned_pieces(parts: Pieces, bits: Sequence[int]) -> tuple[np.ndarray, np.
         ValueError: for other elements than integers of these widths, scales without a dtype, float zero points.
     """
     element = parts.fmt.element
-    widths = " or ".join(map(str, bits))
-    check(
-        isinstance(element, IntegerFormat) and element.bits in bits, f"its elements are not integers of {widths} bits"
-    )
+    fits = isinstance(element, IntegerFormat) and element.bits in bits
+    check(fits, f"its elements are not integers of {' or '.join(map(str, bits))} bits")
     check(parts.fmt.zero_point != "float", "its zero points are numbers, not integers")
     scale = float_scales(parts)
     middle = 1 << (element.bits - 1)

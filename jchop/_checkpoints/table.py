@@ -23,6 +23,7 @@ from jchop._checkpoints.row import (
     TensorSource,
     config_groups,
     fact_field,
+    only_read,
 )
 from jchop._common.checks import check, place_in_errors
 from jchop._common.files import json_object, short_text
@@ -155,6 +156,7 @@ class CheckpointLayout:
     def _weight(
         self, module: str, source: TensorSource, names: Sequence[str], facts: ChainMap[str, Any]
     ) -> LayoutWeight:
+        """The weight that the tensors of a module form: the first row that they fit."""
         stem, entries = self.stem(module), source.entries
         for row in self.rows:
             if self.records and row.name != facts.get("_type"):
@@ -265,11 +267,9 @@ _UNREADABLE_FORMATS = ("marlin-24", "sparse-bitmask", "sparse-24-bitmask", "mxfp
 def _check_layout_config(layout: str, config: LayoutFacts) -> None:
     sparsity = fact_field(config, "sparsity_config", dict, {}).get("format")
     formats = [config.get("format"), sparsity, *(group.get("format") for group in config_groups(config).values())]
-    wrong = [name for name in formats if name in _UNREADABLE_FORMATS]
-    if wrong:
-        raise ValueError(
-            f"{CONFIG_FIELD} has the format {wrong[0]!r}, which is not read; convert the model to another one first"
-        )
+    wrong = next((name for name in formats if name in _UNREADABLE_FORMATS), None)
+    remedy = "convert the model to another one first"
+    check(wrong is None, f"{CONFIG_FIELD} has the format {wrong!r}, which is not read; {remedy}")
     for name, values in _CONFIG_VALUES.get(layout, {}).items():
         value = config.get(name)
         if value is not None and str(value).lower() not in values:
@@ -308,10 +308,8 @@ def _module_facts(config: LayoutFacts) -> Callable[[str], dict[str, Any]]:
     def own(module: str) -> dict[str, Any]:
         named = isinstance(fields.get(module), dict)
         count = max(len(kinds) * (module not in by_module), len(patterns) * (not named))
-        if count > _MOST_GROUPS:
-            raise ValueError(
-                f"{CONFIG_FIELD} has {count} different groups, and none of them names {short_text(module)}"
-            )
+        why = f"has {count} different groups, and none of them names {short_text(module)}"
+        check(count <= _MOST_GROUPS, f"{CONFIG_FIELD} {why}")
         candidates = [fields[module]] if named else [{}, *patterns.values()]
         return {"module": module, "config_groups": by_module.get(module, kinds), FIELDS_OF_MODULE: candidates}
 
@@ -344,6 +342,7 @@ def fields_beside_weights(config: LayoutFacts) -> list[str]:
 
 
 def _metadata_record(source: TensorSource, module: str) -> dict[str, Any]:
+    """The record of a weight in the metadata of a file, which torchao writes as JSON."""
     name = f"{module}.{WEIGHT_NAME}" if module else WEIGHT_NAME
     text = source.metadata.get(name)
     if text is None or len(text) > 1 << 14:
@@ -363,6 +362,7 @@ RowsByModule = Mapping[str, tuple[LayoutRow, LayoutFacts]]
 
 
 def _compressed_tensors_config(rows: RowsByModule, others: Sequence[str]) -> dict[str, Any]:
+    """The quantization config of written rows, modules with equal facts in one group."""
     kinds: dict[str, list[str]] = {}
     for module, (row, facts) in rows.items():
         kinds.setdefault(json.dumps([row.name, facts]), []).append(module)
@@ -437,7 +437,7 @@ _LAYOUT_LIST = (
     CheckpointLayout("fp8", (ct.FP8_TILES, ct.FP8_ONE_SCALE, *ct.DEEPSEEK_V4_ROWS), _FP8_CONFIG),
     CheckpointLayout("bitsandbytes", (layouts.NF4_ROW,), _NF4_CONFIG, appends=True),
     CheckpointLayout("torchao", _TORCHAO_ROWS, _torchao_config, records=True),
-    CheckpointLayout("modelopt", (replace(ct.MXFP8_ROW, write=ct.only_read), *ct.MODELOPT_ROWS), lambda *_: {}),
+    CheckpointLayout("modelopt", (replace(ct.MXFP8_ROW, write=only_read), *ct.MODELOPT_ROWS), lambda *_: {}),
     CheckpointLayout("mlx", (layouts.MLX_ROW, layouts.MLX_MODE_ROW), lambda *_: {}),
     CheckpointLayout("hqq", (layouts.HQQ_ROW,), lambda *_: {}),
     CheckpointLayout("llm_int8", (layouts.LLM_INT8_ROW,), lambda *_: {}),

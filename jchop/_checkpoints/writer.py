@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jchop._checkpoints import table
 from jchop._checkpoints.checkpoint import (
     GGUF_LAYOUT,
     LAYOUT_NAMES,
@@ -30,20 +32,11 @@ from jchop._checkpoints.checkpoint import (
     TensorNaming,
     open_checkpoint,
 )
-from jchop._checkpoints.compressed_tensors import activation_arguments, only_read
+from jchop._checkpoints.compressed_tensors import activation_arguments
 from jchop._checkpoints.gguf import GGUF_BLOCKS, GGUFKeys, gguf_header
 from jchop._checkpoints.gguf_models import gguf_model
 from jchop._checkpoints.layouts import TORCHAO_CONFIG
-from jchop._checkpoints.row import LayoutRow, fact_field, group_lengths, pieces
-from jchop._checkpoints.table import (
-    CACHE_SCHEME,
-    CONFIG_FIELD,
-    INPUT_ACTIVATIONS,
-    LAYOUTS,
-    WEIGHT_NAME,
-    CheckpointLayout,
-    inputs_by_weight,
-)
+from jchop._checkpoints.row import LayoutRow, fact_field, group_lengths, only_read, pieces
 from jchop._common import files
 from jchop._common.checks import check, check_bool, check_choice, check_int
 from jchop._common.on_demand import is_module_of, load_name
@@ -59,7 +52,7 @@ ByteProgress = Callable[[str, int, int], None]
 
 
 def no_progress(name: str, count: int, total: int) -> None:
-    """Says nothing."""
+    """A report of progress that says nothing."""
 
 
 @dataclass(frozen=True)
@@ -93,20 +86,16 @@ def write_jobs(jobs: Sequence[WriteJob], target: Path, options: WriteOptions) ->
     check_bool("exact", options.exact)
     check_int("shard_bytes", options.shard_bytes, 1)
     layout, suffix = check_choice("layout", options.layout, LAYOUT_NAMES), target.suffix.lower()
-    if (suffix == ".gguf") != (layout == GGUF_LAYOUT):
-        raise ValueError(
-            f"{target}: layout={layout!r}, but files that end in .gguf, and only these, have the layout 'gguf'"
-        )
+    same = (suffix == ".gguf") == (layout == GGUF_LAYOUT)
+    check(same, f"{target}: layout={layout!r}, but files that end in .gguf, and only these, have the layout 'gguf'")
     if layout == GGUF_LAYOUT:
         _write_gguf(jobs, target, options)
     elif suffix == ".safetensors":
         in_memory = replace(options, shard_bytes=SHARD_BYTES)
-        _write_tensors(target, jobs, in_memory, 0, sum(job.nbytes for job in jobs), config=False)
+        _write_tensors(target, jobs, in_memory, 0, sum(job.nbytes for job in jobs))
     else:
-        if target.exists() and not target.is_dir():
-            raise ValueError(
-                f"{target} is a file; tensors are written to a folder, or to a file that ends in .safetensors or .gguf"
-            )
+        places = "tensors are written to a folder, or to a file that ends in .safetensors or .gguf"
+        check(target.is_dir() or not target.exists(), f"{target} is a file; {places}")
         return _write_folder(jobs, target, options)
     return False
 
@@ -141,7 +130,7 @@ def _write_folder(jobs: Sequence[WriteJob], target: Path, options: WriteOptions)
         try:
             for number, (name, part) in enumerate(zip(names, plan, strict=True)):
                 if number == len(records):
-                    records.append(_write_tensors(target / name, part, options, position, total, before=records))
+                    records.append(_write_tensors(target / name, part, options, position, total, records))
                     _write_journal(target, facts, records)
                 position += sum(job.nbytes for job in part)
                 options.progress(name, position, total)
@@ -150,9 +139,7 @@ def _write_folder(jobs: Sequence[WriteJob], target: Path, options: WriteOptions)
                 if not (target / path.name).exists():
                     with files.open_regular_file(path) as file:
                         mode = os.fstat(file.fileno()).st_mode & 0o777
-                        files.write_atomically(
-                            target / path.name, lambda out, file=file: shutil.copyfileobj(file, out), mode
-                        )
+                        files.write_atomically(target / path.name, partial(shutil.copyfileobj, file), mode)
         except BaseException as error:
             # No run goes on, or it would end here, too.
             if not options.run or not records or isinstance(error, ValueError):
@@ -170,15 +157,14 @@ def _write_index_and_config(
     full_config = LayoutRecord.joined(records).full_config(options.layout, options.config)
     if len(names) > 1:
         homes = {tensor: name for name, one in zip(names, records, strict=True) for tensor in one["tensors"]}
-        _write_json(
-            target / safetensors.INDEX_FILE,
-            {"metadata": {"total_size": sum(one["size"] for one in records)}, "weight_map": homes},
-        )
+        sizes = {"total_size": sum(one["size"] for one in records)}
+        _write_json(target / safetensors.INDEX_FILE, {"metadata": sizes, "weight_map": homes})
     if full_config:
         _write_json(target / safetensors.CONFIG_FILE, full_config)
 
 
 def _divide_jobs(jobs: Sequence[WriteJob], shard_bytes: int) -> list[list[WriteJob]]:
+    """Jobs in shards of at most `shard_bytes`, in their order; a larger job is a shard by itself."""
     plan: list[list[WriteJob]] = [[]]
     size = 0
     for job in jobs:
@@ -222,20 +208,15 @@ def _facts_digest(*facts: Any) -> str:
 
 
 def _write_tensors(
-    path: Path,
-    jobs: Sequence[WriteJob],
-    options: WriteOptions,
-    position: int,
-    total: int,
-    *,
-    config: bool = True,
-    before: Sequence[Mapping[str, Any]] = (),
+    path: Path, jobs: Sequence[WriteJob], options: WriteOptions, position: int, total: int, before: Any = None
 ) -> dict[str, Any]:
     """Writes one file, with at most `shard_bytes` of tensors in memory; the record of it.
 
-    Its metadata have the facts of the files before it, too: transformers takes the names in the last one for all.
+    Its metadata have the facts of the files before it, too: transformers takes the names in the last one for all. A
+    file alone has none before it (None), and no configuration beside it.
     """
-    record, places, tensors = LayoutRecord(config=config), dict[str, int](), dict[str, safetensors.TensorEntry]()
+    record = LayoutRecord(config=before is not None)
+    places, tensors = dict[str, int](), dict[str, safetensors.TensorEntry]()
     with tempfile.SpooledTemporaryFile(options.shard_bytes, dir=str(path.parent)) as file:  # until the header is known
         for job in jobs:
             for name, array in record.add(job._replace(make=lambda job=job: _on_host(job.make())), options).items():
@@ -250,7 +231,7 @@ def _write_tensors(
             size = math.prod(tensors[name].shape) * tensors[name].dtype.itemsize
             return np.frombuffer(file.read(size), np.uint8).view(tensors[name].dtype)
 
-        whole = LayoutRecord.joined([*before, {"rows": record.rows, "plain": record.plain}])
+        whole = LayoutRecord.joined([*(before or ()), {"rows": record.rows, "plain": record.plain}])
         metadata = (record if options.layout == OWN_LAYOUT else whole).metadata(options.layout)
         safetensors.write_tensors(path, entries, metadata, read)
     size = sum(entry.nbytes for entry in entries.values())
@@ -352,27 +333,22 @@ class LayoutRecord:
             # Layouts without dtypes read float32.
             dtype = options.config.get("dtype", options.config.get("torch_dtype"))
             value = replace(value, dtype=_MODEL_DTYPES[dtype]) if dtype in _MODEL_DTYPES else value
-            tensors = self._add_in_rows(LAYOUTS[layout], name, value, options.exact, job.inputs)
+            tensors = self._add_in_rows(table.LAYOUTS[layout], name, value, options.exact, job.inputs)
         for tensor in tensors:
             check(tensor not in self.tensors, f"two arrays have a tensor of the name {tensor!r}")
         self.tensors.update(tensors)
         return tensors
 
     def _add_in_rows(
-        self, layout: CheckpointLayout, name: str, q: QArray, exact: bool, inputs: Mapping[str, Any] | None
+        self, layout: table.CheckpointLayout, name: str, q: QArray, exact: bool, inputs: Mapping[str, Any] | None
     ) -> dict[str, Any]:
-        named = layout.appends or f".{name}".endswith(f".{WEIGHT_NAME}")
-        check(
-            named,
-            f"{name!r} is quantized, and the layout {layout.name} has quantized arrays named '….weight' alone, of axes "
-            f"(out, in). The layouts {OWN_LAYOUT} and {PLAIN_LAYOUT} hold any name; "
-            "names= of jchop.save_checkpoint gives others",
-        )
-        if all(row.write is only_read for row in layout.rows):
-            raise ValueError(
-                f"{name!r} is quantized, and the layout {layout.name} is only read; compressed-tensors, torchao and "
-                "others are written, too"
-            )
+        """The tensors of an array in the first row of the layout that it fits, else that a cast of it fits."""
+        wrong = f"{name!r} is quantized, and the layout {layout.name}"
+        words = f"(out, in). The layouts {OWN_LAYOUT} and {PLAIN_LAYOUT} hold any name; names= of jchop.save_checkpoint"
+        named = layout.appends or f".{name}".endswith(f".{table.WEIGHT_NAME}")
+        check(named, f"{wrong} has quantized arrays named '….weight' alone, of axes {words} gives others")
+        writes = any(row.write is not only_read for row in layout.rows)
+        check(writes, f"{wrong} is only read; compressed-tensors, torchao and others are written, too")
         reasons = []
         inputs = inputs if layout.activations else None
         rows = sorted(layout.rows, key=lambda row: inputs is not None and row.inputs_last)
@@ -386,7 +362,7 @@ class LayoutRecord:
                 reasons += [] if cast else [f"{row.name}: {error}"]
                 continue
             if inputs is not None:
-                facts = {**facts, INPUT_ACTIVATIONS: inputs}
+                facts = {**facts, table.INPUT_ACTIVATIONS: inputs}
             self.rows[name] = [row.name, facts]
             return {layout.stem(layout.owner(name)) + part: array for part, array in parts.items()}
         fits = ", ".join(dict.fromkeys(row.fits for row in layout.rows))
@@ -400,7 +376,7 @@ class LayoutRecord:
         """The metadata of a file with the arrays."""
         if layout == OWN_LAYOUT:
             return {"format": "pt"} | qarray_metadata({name: facts for name, (_, facts) in self.rows.items()})
-        if layout not in LAYOUTS or not LAYOUTS[layout].records:
+        if layout not in table.LAYOUTS or not table.LAYOUTS[layout].records:
             return {"format": "pt"}
         records = {
             name: json.dumps({key: fact for key, fact in facts.items() if key != TORCHAO_CONFIG})
@@ -415,31 +391,31 @@ class LayoutRecord:
         Raises:
             ValueError: if weights have several forms, and the layout has one for all.
         """
-        base = {name: value for name, value in config.items() if name != CONFIG_FIELD}
-        if layout not in LAYOUTS or not self.rows:
+        base = {name: value for name, value in config.items() if name != table.CONFIG_FIELD}
+        if layout not in table.LAYOUTS or not self.rows:
             return base
-        table_layout = LAYOUTS[layout]
+        table_layout = table.LAYOUTS[layout]
         by_name = {row.name: row for row in table_layout.rows}
         modules = {table_layout.owner(name): (by_name[row], facts) for name, (row, facts) in self.rows.items()}
-        end = f".{WEIGHT_NAME}"
+        end = f".{table.WEIGHT_NAME}"
         plain = [name.removesuffix(end) for name, axes in self.plain.items() if axes == 2 and name.endswith(end)]
         names = [name.rpartition(".")[2] for name in (*plain, *modules)]
         if _TIED_EMBEDDING in names and _TIED_HEAD not in names:  # a head of the embedding, which has no tensor
             plain.append(_TIED_HEAD)
         if not table_layout.activations:
-            return base | {CONFIG_FIELD: table_layout.config(modules, plain)}
+            return base | {table.CONFIG_FIELD: table_layout.config(modules, plain)}
         for (row, end), scheme in _INPUT_SCHEMES.items():
             for module, (own, facts) in modules.items():
                 if own.name == row and f"{module}.{end}" in self.plain:
-                    modules[module] = own, {INPUT_ACTIVATIONS: scheme} | facts
-        cache = _cache_scheme(fact_field(config, CONFIG_FIELD, dict, {}))
-        schemes = {} if cache is None else {CACHE_SCHEME: cache}
-        return base | {CONFIG_FIELD: table_layout.config(modules, plain) | schemes}
+                    modules[module] = own, {table.INPUT_ACTIVATIONS: scheme} | facts
+        cache = _cache_scheme(fact_field(config, table.CONFIG_FIELD, dict, {}))
+        schemes = {} if cache is None else {table.CACHE_SCHEME: cache}
+        return base | {table.CONFIG_FIELD: table_layout.config(modules, plain) | schemes}
 
 
 def _cache_scheme(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """How keys and values of a cache are rounded, by a ``quantization_config`` of any layout; None if they are not."""
-    scheme = config.get(CACHE_SCHEME)
+    scheme = config.get(table.CACHE_SCHEME)
     if isinstance(scheme, Mapping) and scheme:
         return _FLOAT8_SCHEME | {name: value for name, value in scheme.items() if value is not None}
     return _FLOAT8_SCHEME if scheme == "static" or config.get("kv_cache_quant_algo") == "FP8" else None
@@ -636,7 +612,7 @@ def _model_config(tree: Any, config: Mapping[str, Any] | None) -> dict[str, Any]
     """The fields of a configuration, with the scheme of the caches of a model."""
     fields = dict(config or {})
     if is_module_of("flax.nnx", tree) and load_name("jchop._checkpoints.models", "has_float8_caches")(tree):
-        fields[CONFIG_FIELD] = (fields.get(CONFIG_FIELD) or {}) | {CACHE_SCHEME: _FLOAT8_SCHEME}
+        fields[table.CONFIG_FIELD] = (fields.get(table.CONFIG_FIELD) or {}) | {table.CACHE_SCHEME: _FLOAT8_SCHEME}
     return fields
 
 
@@ -708,7 +684,7 @@ def convert_checkpoint(
     with open_checkpoint(source, read_as) as checkpoint:
         for name in checkpoint.unread:  # an error before anything is written
             checkpoint.read(name)
-        jobs, inputs = [], inputs_by_weight(checkpoint.config)
+        jobs, inputs = [], table.inputs_by_weight(checkpoint.config)
         for name, item in checkpoint.items.items():
             nbytes = _layout_bytes(layout, item.nbytes, item.shape, item.quantized)
             make = lambda name=name: change(name, checkpoint.read(name, exact))  # noqa: E731
@@ -739,8 +715,6 @@ def _other_files(source: Path) -> list[Path]:
     others = [path for path in sorted(source.iterdir()) if path.is_file() and path.suffix not in _WEIGHT_SUFFIXES]
     others = [path for path in others if not path.name.startswith(".") and path.name != safetensors.INDEX_FILE]
     for path in others:
-        if not any(path.resolve().is_relative_to(place) for place in homes):
-            raise ValueError(
-                f"{path} is a link to a file outside of the folder: put the file in its place, or remove it"
-            )
+        is_inside = any(path.resolve().is_relative_to(place) for place in homes)
+        check(is_inside, f"{path} is a link to a file outside of the folder: put the file in its place, or remove it")
     return [path for path in others if path.name != safetensors.CONFIG_FILE]

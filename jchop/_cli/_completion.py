@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from jchop._cli._command import Command, argument
 from jchop._cli._function_commands import NEAREST_METHOD, PTQ_STEPS
-from jchop._insight.tune._problem import ERROR_METRICS, GRANULARITIES
+from jchop._insight.tune._tune import ERROR_METRICS, GRANULARITIES
 from jchop.formats import ALIASES, CATALOGUE, SCALED_CATALOGUE
 from jchop.formats.rounding import Overflow, Rounding
 

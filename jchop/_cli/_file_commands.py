@@ -118,13 +118,14 @@ QUANTIZE = cli.Command(
     "example:\n  jchop quantize in.safetensors out.safetensors \\\n"
     "      --rule 'kernel=int4(group=128,scale=bfloat16)' --rule '*=bfloat16'",
 )  # fmt: skip
+_SOURCE_LAYOUTS = ("auto", *LAYOUT_NAMES)
 INSPECT = cli.Command(
     "inspect",
     _run_inspect,
     "list the contents of a checkpoint: a file or a folder",
     (
         cli.argument("file", "FILE", "a safetensors or GGUF file, or a folder of a model", type=Path),
-        cli.argument("--layout", help="its layout; default auto", default="auto", choices=("auto", *LAYOUT_NAMES)),
+        cli.argument("--layout", help="its layout; default auto", default="auto", choices=_SOURCE_LAYOUTS),
         cli.flag("--check", "list faults, one in a row; exit status 1 if there are any"),
         cli.argument("--json"),
     ),
@@ -206,7 +207,7 @@ def _checkpoint_contents(source: Checkpoint, as_json: bool) -> str:
     rows: list[tuple[str, ...]] = [("array", "shape", "format", "bytes", "bits")]
     totals: Counter[str] = Counter()
     for name, item in source.items.items():
-        bits = _element_bits_text(item.nbytes, item.shape)
+        bits = f"{8 * item.nbytes / math.prod(item.shape):.4g}" if math.prod(item.shape) else "-"
         rows.append((name, _shape_text(item.shape), item.format, f"{item.nbytes:,}", bits))
         totals[item.format] += item.nbytes
     if as_json:
@@ -216,11 +217,6 @@ def _checkpoint_contents(source: Checkpoint, as_json: bool) -> str:
     lines += [f"{count:,} bytes  {format}" for format, count in totals.most_common()]
     lines += [f"unread: {why}" for why in source.unread.values()]
     return "\n".join(cli.printable(line) if "\n" not in line else line for line in lines)
-
-
-def _element_bits_text(nbytes: int, shape: Sequence[int]) -> str:
-    """The bits of an element in a table; an array without elements has none."""
-    return f"{8 * nbytes / math.prod(shape):.4g}" if math.prod(shape) else "-"
 
 
 def _fates_text(fates: Counter[str]) -> str:
@@ -245,9 +241,7 @@ CONVERT = cli.Command(
         cli.argument("--force", help="replace OUT if it is a file that exists"),
         cli.argument("--json"),
         cli.argument("--layout", help="the layout of OUT", required=True, choices=LAYOUT_NAMES),
-        cli.argument(
-            "--from", help="that of IN", dest="source_layout", default="auto", choices=("auto", *LAYOUT_NAMES)
-        ),
+        cli.argument("--from", help="that of IN", dest="source_layout", default="auto", choices=_SOURCE_LAYOUTS),
         cli.flag("--inexact", "let numbers of NVFP4 differ in their last bit"),
         cli.argument("--shard", "MIB", "MiB of arrays in a file of a folder; default 256", type=_shard_bytes),
     ),

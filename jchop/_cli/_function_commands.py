@@ -87,8 +87,10 @@ def load_function(option: str, text: str) -> Callable[..., Any]:
                 "use jax.numpy and jax.lax in place of float, int, if, while, x[mask] and NumPy"
             ) from None
         except Exception as error:
-            detail = f": {error}" if str(error) else ""
-            raise ValueError(f"{option} {text!r} raised {type(error).__name__}{_error_place(error)}{detail}") from None
+            frames, detail = traceback.extract_tb(error.__traceback__), f": {error}" if str(error) else ""
+            own = [f" at {os.path.basename(f.filename)}:{f.lineno}" for f in frames if not is_library_file(f.filename)]
+            name = f"{type(error).__name__}{own[-1] if own else ''}"
+            raise ValueError(f"{option} {text!r} raised {name}{detail}") from None
 
     return call
 
@@ -103,13 +105,6 @@ def _keyword_only_arguments(function: Callable[..., Any]) -> tuple[int, list[str
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):  # which takes all that is positional
         return 0, []
     return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters), keywords
-
-
-def _error_place(error: Exception) -> str:
-    """The innermost line of the user that an error comes from; empty if the call itself is wrong."""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [f" at {os.path.basename(f.filename)}:{f.lineno}" for f in frames if not is_library_file(f.filename)]
-    return lines[-1] if lines else ""
 
 
 #: Compressed arrays in memory may take so many bytes, or else so many times the bytes of their file.
@@ -142,15 +137,11 @@ def _check_npz(file: BufferedReader) -> None:
     with zipfile.ZipFile(file) as archive:
         members = archive.infolist()
     for member in members:
-        if member.flag_bits & 1 or member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise ValueError(
-                f"{short_repr(member.filename)} in it is encrypted, or compressed in another way than deflate"
-            )
+        ok = not member.flag_bits & 1 and member.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+        check(ok, f"{short_repr(member.filename)} in it is encrypted, or compressed in another way than deflate")
     size = sum(member.file_size for member in members)
-    if size > max(_MAX_ARRAY_BYTES, _MAX_EXPANSION * os.fstat(file.fileno()).st_size):
-        raise ValueError(
-            f"its arrays take {size} bytes, over {_MAX_EXPANSION} times those of the file; use numpy.savez"
-        )
+    most = max(_MAX_ARRAY_BYTES, _MAX_EXPANSION * os.fstat(file.fileno()).st_size)
+    check(size <= most, f"its arrays take {size} bytes, over {_MAX_EXPANSION} times those of the file; use numpy.savez")
     file.seek(0)
 
 
@@ -213,52 +204,40 @@ def _show_report(options: argparse.Namespace, report: Any, title: str) -> None:
     cli.write_pictures(options, lambda: report.plot(title=title), title, report, dpi=100)
 
 
-BLAME = cli.Command(
-    "blame",
-    functools.partial(_run_emulated, "blame"),
-    "divide the error of your own function in a format among its operations",
-    (
+def _emulated_command(name: str, help: str, shows: str, turns: str, drawn: str, *more: Any, **own: Any) -> cli.Command:
+    """A command that runs a report of `emulate`: its help, and the words for what it shows and draws."""
+    arguments = (
         cli.argument("function"),
         cli.argument("--data", required=True),
         cli.argument("--to", "SPEC", "the rounding, such as bfloat16 or e4m3:saturate", required=True),
-        cli.argument("--output", "MODULE:FUNCTION", "a function of the result to a number; default: the number, or the "
+        *more,
+        cli.argument("--seed"),
+        cli.argument("--max-turns", "N", turns, type=int),
+        cli.argument("--json"),
+        cli.argument("--plot", help=f"draw {drawn} (needs matplotlib)"),
+        cli.argument("--html"),
+    )
+    return cli.Command(
+        name, functools.partial(_run_emulated, name, **own), help, arguments,
+        "Runs your function on the arrays of --data with every operation rounded, beside the same\n"
+        f"function without rounding, and shows {shows}, by line.",
+        f"examples:\n  jchop {name} model:loss --data inputs.npz --to bfloat16\n"
+        f"  jchop {name} model:solve --data inputs.npz --to e5m10:stochastic --seed 0 --html {name}.html",
+    )  # fmt: skip
+
+
+BLAME = _emulated_command(
+    "blame", "divide the error of your own function in a format among its operations",
+    "the part of each operation in the error of the result",
+    "the turns of a while loop whose parts are shown; without it, a loop of more than 1000 is an error", "the parts",
+    cli.argument("--output", "MODULE:FUNCTION", "a function of the result to a number; default: the number, or the "
                  "norm of the error"),
-        cli.argument("--seed"),
-        cli.argument("--max-turns", "N", "the turns of a while loop whose parts are shown; without it, a loop of more "
-                 "than 1000 is an error", type=int),
-        cli.argument("--json"),
-        cli.argument("--plot", help="draw the parts (needs matplotlib)"),
-        cli.argument("--html"),
-    ),
-    "Runs your function on the arrays of --data with every operation rounded, beside the same\n"
-    "function without rounding, and shows the part of each operation in the error of the result, by line.",
-    "examples:\n  jchop blame model:loss --data inputs.npz --to bfloat16\n"
-    "  jchop blame model:solve --data inputs.npz --to e5m10:stochastic --seed 0 --html blame.html",
 )  # fmt: skip
-
-
-REPORT = cli.Command(
-    "report",
-    functools.partial(_run_emulated, "report", trace_values=True),
-    "show ranges, overflows, cancellation and errors of the operations of your own function in a format",
-    (
-        cli.argument("function"),
-        cli.argument("--data", required=True),
-        cli.argument("--to", "SPEC", "the rounding, such as bfloat16 or e4m3:saturate", required=True),
-        cli.argument("--seed"),
-        cli.argument("--max-turns", "N", "the most turns of a while loop; default 10000", type=int),
-        cli.argument("--json"),
-        cli.argument("--plot", help="draw errors and losses (needs matplotlib)"),
-        cli.argument("--html"),
-    ),
-    "Runs your function on the arrays of --data with every operation rounded, beside the same\n"
-    "function without rounding, and shows what each operation loses, by line.",
-    "examples:\n  jchop report model:loss --data inputs.npz --to e4m3\n"
-    "  jchop report model:solve --data inputs.npz --to e5m10:stochastic --seed 0 --html report.html",
+REPORT = _emulated_command(
+    "report", "show ranges, overflows, cancellation and errors of the operations of your own function in a format",
+    "what each operation loses", "the most turns of a while loop; default 10000", "errors and losses",
+    trace_values=True,
 )  # fmt: skip
-
-
-# -- tune --------------------------------------------------------------------------------------------------------------
 
 
 def _run_tune(options: argparse.Namespace) -> None:

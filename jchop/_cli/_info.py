@@ -61,7 +61,10 @@ def _run_info(options: argparse.Namespace) -> None:
     with place_in_errors("--plot"):
         picture = None if options.plot is None else load_name("jchop.plot", "value_grid")(fmt)
     head, codes = _CODE_COLUMNS, _rows_of_codes(fmt, options.all)
-    scales = _scale_rows(parsed_format) if options.all else []
+    scale_format = parsed_format.scale_format if isinstance(parsed_format, formats.ScaledFormat) else None
+    scales: _CodeRows = []
+    if options.all and scale_format is not None and scale_format.bits <= _MAX_LISTED_BITS:
+        scales = _rows_of_codes(scale_format, True)
     if options.csv:
         check(picture is None and not options.json, "--csv prints codes alone, without --plot and --json")
         print(_codes_as_csv(parsed_format, codes, scales), end="")
@@ -166,13 +169,6 @@ def _codes_as_csv(fmt: formats.ElementFormat | formats.ScaledFormat, codes: _Cod
     return text.getvalue()
 
 
-def _scale_rows(fmt: formats.ElementFormat | formats.ScaledFormat) -> _CodeRows:
-    """Every code of the scales, if they are stored as codes."""
-    if isinstance(fmt, formats.ElementFormat) or fmt.scale_format.bits > _MAX_LISTED_BITS:
-        return []
-    return _rows_of_codes(fmt.scale_format, True)
-
-
 def _rows_of_codes(fmt: formats.ElementFormat, every: bool = False) -> _CodeRows:
     """Codes with their values: every one, or the notable ones that the format has."""
     candidates = {
@@ -194,10 +190,7 @@ def _rows_of_codes(fmt: formats.ElementFormat, every: bool = False) -> _CodeRows
     if every:
         check(fmt.bits <= _MAX_LISTED_BITS, f"--all lists codes of up to {_MAX_LISTED_BITS} bits; {fmt} has {fmt.bits}")
         names = {code: names.get(code, []) for code in range(1 << fmt.bits)}
-    return [
-        (*cli.code_texts(fmt, code), fmt.value_of(code), ", ".join(descriptions))
-        for code, descriptions in names.items()
-    ]
+    return [(*cli.code_texts(fmt, code), fmt.value_of(code), ", ".join(words)) for code, words in names.items()]
 
 
 FORMAT_LIST = cli.Command("formats", _run_formats, "list the named formats", [cli.argument("--json")])

@@ -78,7 +78,13 @@ class _TypedNumber(NamedTuple):
 def _round_numbers(options: argparse.Namespace, spec: Spec, key: Any) -> None:
     from jchop._round.round_to_format import round_to_format
 
-    typed = [_parse_number(text.strip()) for text in _number_words(options.values)]
+    texts = options.values
+    if texts in ([], ["-"]):
+        if sys.stdin is None or sys.stdin.isatty():
+            raise ValueError("no values: pass numbers or a .npy file, or pipe numbers in")
+        texts = sys.stdin.read().split()
+        check(texts, "no values: standard input is empty")
+    typed = [_parse_number(text.strip()) for text in texts]
     element = _format_with_codes(spec)
     is_narrow = options.carrier is None and element is not None and element.bits <= _NARROW_BITS
     values = _round_to_carrier([number.exact for number in typed], options.carrier or "float64", is_narrow)
@@ -95,15 +101,6 @@ def _round_numbers(options: argparse.Namespace, spec: Spec, key: Any) -> None:
     print(cli.text_table([_ROUND_HEAD, *rows], "<<<<>>"))
 
 
-def _number_words(texts: list[str]) -> list[str]:
-    if texts in ([], ["-"]):
-        if sys.stdin is None or sys.stdin.isatty():
-            raise ValueError("no values: pass numbers or a .npy file, or pipe numbers in")
-        texts = sys.stdin.read().split()
-        check(texts, "no values: standard input is empty")
-    return texts
-
-
 def _parse_number(text: str) -> _TypedNumber:
     """The exact value of a decimal or hexadecimal number."""
     decimal = re.fullmatch(r"[+-]?(?=\.?[0-9])([0-9]*)\.?([0-9]*)(?:e([+-]?[0-9]+))?", text, re.IGNORECASE)
@@ -113,14 +110,9 @@ def _parse_number(text: str) -> _TypedNumber:
     if not (decimal or hexa):
         raise _bad_number_error(text)
     exponent = (decimal[3] if decimal else hexa[4] if hexa else None) or "0"
-    if (
-        len(text) > _MAX_LENGTH
-        or len(exponent.lstrip("+-0")) > len(str(_MAX_EXPONENT))
-        or abs(int(exponent)) > _MAX_EXPONENT
-    ):
-        raise ValueError(
-            f"number {clip_text(text)!r} is too long: {_MAX_LENGTH} characters, an exponent to {_MAX_EXPONENT} at most"
-        )
+    short = len(text) <= _MAX_LENGTH and len(exponent.lstrip("+-0")) <= len(str(_MAX_EXPONENT))
+    most = f"{_MAX_LENGTH} characters, an exponent to {_MAX_EXPONENT} at most"
+    check(short and abs(int(exponent)) <= _MAX_EXPONENT, f"number {clip_text(text)!r} is too long: {most}")
     if hexa:
         scale = Fraction(2) ** (int(exponent) - 4 * len(hexa[3]))
         value = int(hexa[2] + hexa[3], 16) * scale * (-1 if hexa[1] == "-" else 1)

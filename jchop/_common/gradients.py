@@ -172,7 +172,6 @@ def _run_with_rule(*values: Any, program: Any, **_: Any) -> list[Any]:
 
 
 def _abstract_with_rule(*avals: Any, program: Any, **_: Any) -> Any:
-    del avals
     return list(program.out_avals), program.effects
 
 
@@ -212,11 +211,8 @@ def _batch_operands(axis: Any, args: Any, dims: Any, effects: Any) -> tuple[list
         if not uses_axis:
             return args, dims, None
         args[0], dims[0] = jnp.broadcast_to(args[0], (axis.size, *jnp.shape(args[0]))), 0  # equal on all ranks
-    vmap_options = {
-        "axis_size": axis.size,
-        "axis_name": axis.name if uses_axis else None,
-        "spmd_axis_name": axis.spmd_name,
-    }
+    name = axis.name if uses_axis else None
+    vmap_options = {"axis_size": axis.size, "axis_name": name, "spmd_axis_name": axis.spmd_name}
     return args, dims, vmap_options
 
 
@@ -229,10 +225,8 @@ def _transpose_with_rule(cotangents: Any, *values: Any, program: Any, rule: Call
     def tangents_of(primals: list[Any], tangents_in: list[Any], residuals: list[Any]) -> list[Any]:
         p, t, k = iter(primals), iter(tangents_in), iter(residuals)
         _, out_tangents = rule([next(p if u else k) for u in unknown], [next(t) if u else None for u in unknown])
-        return [
-            jnp.zeros(a.shape, a.dtype) if t is None else t
-            for t, a in zip(out_tangents, program.out_avals, strict=True)
-        ]
+        pairs = zip(out_tangents, program.out_avals, strict=True)
+        return [jnp.zeros(a.shape, a.dtype) if t is None else t for t, a in pairs]
 
     closed_jaxpr = jax.make_jaxpr(tangents_of)(avals, avals, residuals)
     instantiate = [False] * len(avals) + [True] * len(values)

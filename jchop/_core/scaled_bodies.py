@@ -20,8 +20,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jchop._common import bit_ops
-from jchop._common.bit_ops import FLOAT32
+from jchop._common.bit_ops import FLOAT32, join_sign, lax_clip, split_sign
 from jchop._core.rounding.codes import (
     bits_to_float,
     decode_elements,
@@ -32,7 +31,7 @@ from jchop._core.rounding.codes import (
 )
 from jchop._core.rounding.elements import round_to_spec
 from jchop._core.rounding.random_bits import STREAM_START, StreamOffset, words_like
-from jchop._core.scaled import codebook_elements, elements, fitting, grid_elements, zero_points
+from jchop._core.scaled import codebook_elements, elements, fitting, grid_elements
 from jchop._core.scaled.elements import (
     MOST_WITHOUT_BRANCH,
     BlockScales,
@@ -223,13 +222,13 @@ def _round_with_zero_points(x: Array, scales: BlockScales, zero: Array, plan: Sc
     """The elements as whole numbers of the work dtype."""
     if plan.encoding == "integers" and not _is_number(zero):
         return grid_elements.round_to_integers(x, scales, zero, plan, word)
-    return zero_points.clamp_to_ends(zero_points.round_with_zero_points(x, scales, zero, plan, word), plan)
+    return fitting.clamp_to_ends(fitting.round_with_zero_points(x, scales, zero, plan, word), plan)
 
 
 def _subtract_zero_points(values: Array, scales: BlockScales, zero: Array, plan: ScaledPlan) -> Array:
     """The numbers of elements with zero points."""
     if _is_number(zero):
-        return zero_points.add_zero_points(values, scales, zero, plan)
+        return fitting.add_zero_points(values, scales, zero, plan)
     values = values - zero.astype(values.dtype)
     if plan.decoding == "integers":
         return multiply_integers_of_groups(values, scales, plan)
@@ -260,6 +259,10 @@ def _narrow_products(products: Array, scales: BlockScales, plan: ScaledPlan) -> 
 
 #: A stored scale: an array, or a tuple if a format has several parts (`ScaledFormat.scale_parts`).
 ScaleArrays = Any
+
+
+#: Makes the random words of a view; None: nothing draws.
+_Words = Callable[[], Array | None]
 
 
 @dataclass(frozen=True)
@@ -372,8 +375,8 @@ def overflow_body(x: Array, *seeds_and_starts: Array, plan: ScaledPlan, place: S
     group_scales = _fit_groups(x, view, groups, replace(plan, corrected=None))
     if group_scales.zero is not None:
         return groups.back(
-            zero_points.is_beyond_ends(
-                view, zero_points.round_with_zero_points(view, group_scales.scales, group_scales.zero, plan, word), plan
+            fitting.is_beyond_ends(
+                view, fitting.round_with_zero_points(view, group_scales.scales, group_scales.zero, plan, word), plan
             )
         )
     overflows = partial(elements.quotient_overflow_mask, view, word=word)
@@ -428,12 +431,7 @@ def _unpack_view(code_bytes: Array, groups: Groups, bits: int) -> Array:
 
 
 def _fit_groups(
-    x: Array,
-    view: Array,
-    groups: Groups,
-    plan: ScaledPlan,
-    words: Callable[[], Array | None] = lambda: None,
-    stores: bool = False,
+    x: Array, view: Array, groups: Groups, plan: ScaledPlan, words: _Words = lambda: None, stores: bool = False
 ) -> _GroupScales:
     """Scales and zero points of the groups of `x`, computed once for each group.
 
@@ -445,12 +443,12 @@ def _fit_groups(
     whole = tensor_scale(elements.widen_16_bit(x, plan.carrier), plan) if plan.rule.tensor_scale else None
     tensor = None if whole is None else float_to_bits(whole)
     if fmt.zero_point:
-        fit = zero_points.fit_offset if fmt.zero_point == "float" else zero_points.fit_range
+        fit = fitting.fit_offset if fmt.zero_point == "float" else fitting.fit_range
         scales, zero = fit(view, groups.axes, plan)
     elif plan.rule.fit in fitting.SCALE_FITS:
         scales = fitting.SCALE_FITS[plan.rule.fit](view, groups.axes, plan, tensor)
     elif plan.rule.fit == "levels":
-        largest = largest_finite_magnitude(bit_ops.split_sign(view, plan.compute)[1], groups.axes, plan)
+        largest = largest_finite_magnitude(split_sign(view, plan.compute)[1], groups.axes, plan)
         scales = BlockScales(groups.expand(fit_levels(groups.squeeze(largest), plan)))
     else:
         scales = choose_scales(view, groups.axes, plan, tensor, stores)
@@ -471,7 +469,7 @@ def _fit_groups(
         if zero is None:
             return None
         zeros = groups.squeeze(zero)
-        return zero_points.store_zero_points(zeros, plan) if fmt.zero_point == "float" else zeros
+        return fitting.store_zero_points(zeros, plan) if fmt.zero_point == "float" else zeros
 
     if plan.of_scales is None:
         return _GroupScales(scales, zero, lambda: plan.backend.per_group((scale_arrays(), zero_array())), codes)
@@ -488,7 +486,7 @@ def _load_groups(arrays: Sequence[Array], groups: Groups, plan: ScaledPlan) -> _
     scale_arrays, zeros = unflatten_scales(arrays, plan.fmt)
     zero = None if zeros is None else groups.expand(zeros)
     if zero is not None and plan.fmt.zero_point == "float":
-        zero = zero_points.load_zero_points(zero, plan)
+        zero = fitting.load_zero_points(zero, plan)
     return _GroupScales(
         materialize_scales(_load_block_scales(scale_arrays, groups, plan), plan), zero, lambda: (scale_arrays, zeros)
     )
@@ -496,7 +494,10 @@ def _load_groups(arrays: Sequence[Array], groups: Groups, plan: ScaledPlan) -> _
 
 def _load_block_scales(parts: ScaleArrays, groups: Groups, plan: ScaledPlan) -> BlockScales:
     if plan.of_scales is not None:
-        parts = _dequantize_scales(parts, plan.of_scales, groups.counts)
+        scales = dequantize_body(*parts, plan=plan.of_scales, shape=groups.counts)
+        bits = float_to_bits(scales)
+        finite = lax_clip(bits, 1, FLOAT32.inf - 1)  # the largest may round up beyond the ends
+        parts = bits_to_float(finite)
     if plan.rule.tensor_scale:
         parts, whole = parts
         return load_scales(groups.expand(parts), plan, float_to_bits(whole))
@@ -511,19 +512,12 @@ def _quantize_scales(scales: Array, plan: ScaledPlan) -> tuple[Array, ...]:
     group_scales = _fit_groups(scales, view, groups, plan)
     if group_scales.zero is None:
         values = elements.round_block_quotients(view, group_scales.scales, plan, None)
-        sign, magnitude = bit_ops.split_sign(values, plan.compute)
+        sign, magnitude = split_sign(values, plan.compute)
         smallest = plan.compute.toward_zero(Fraction(plan.element.format.smallest or 0))[0]
-        values = bit_ops.join_sign(sign, jnp.maximum(magnitude, smallest), plan.compute)
+        values = join_sign(sign, jnp.maximum(magnitude, smallest), plan.compute)
         codes = encode_elements(values, plan.element.format, plan.compute)
     else:
         codes = grid_elements.encode_integers(
             _round_with_zero_points(view, group_scales.scales, group_scales.zero, plan, None), plan
         )
     return _pack_view(codes, groups, plan.fmt.bits), *flatten_scales(*group_scales.store())
-
-
-def _dequantize_scales(scale_arrays: tuple[Array, ...], plan: ScaledPlan, shape: tuple[int, ...]) -> Array:
-    scales = dequantize_body(*scale_arrays, plan=plan, shape=shape)
-    bits = float_to_bits(scales)
-    finite = bit_ops.lax_clip(bits, 1, FLOAT32.inf - 1)  # the largest may round up beyond the ends
-    return bits_to_float(finite)

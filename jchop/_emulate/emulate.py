@@ -16,15 +16,14 @@ from jax.core import Tracer
 
 from jchop._common.on_demand import load_name
 from jchop._core.rounding.random_bits import seed_words
-from jchop._emulate.paired import paired_run
-from jchop._emulate.rules.carrier_ops import round_with_draw
+from jchop._emulate import paired
 from jchop._emulate.rules.interpret import EmulationRunner
 from jchop._emulate.rules.rules import Settings, make_settings
-from jchop._emulate.rules.trace import EmulatedProgram, ProgramCache, has_codes, trace_program
+from jchop._emulate.rules.run_task import round_with_draw
+from jchop._emulate.rules.trace import EmulatedProgram, ProgramCache, ProgramEntry, has_codes, trace_program
 from jchop._program.control import as_jax_value, with_weak_types
 from jchop._program.run import interpret
-from jchop._program.seeds import Seeds
-from jchop._program.step import user_line
+from jchop._program.step import Seeds, user_line
 from jchop._round.arguments import JCHOP_SCOPE, check_key, mark_results
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec, SpecLike
@@ -231,9 +230,9 @@ class EmulatedFunction:
     else:
         report = LazyMethod("jchop._insight.reports.report", "report")
         blame = LazyMethod("jchop._insight.reports.blame", "blame")
-        what_if = LazyMethod("jchop._insight.reports.gains", "what_if")
+        what_if = LazyMethod("jchop._insight.reports.blame", "what_if")
         native = LazyMethod("jchop._insight.native", "native")
-        ranges = LazyMethod("jchop._insight.reports.lines", "ranges")
+        ranges = LazyMethod("jchop._insight.reports.report", "ranges")
 
     def __init__(self, fun: Callable[..., Any], settings: Settings, key: Array | None) -> None:
         self.fun, self.settings, self.key = fun, settings, key
@@ -334,23 +333,21 @@ def _run_until_event(
             f"stop_at={settings.stop_at!r} needs arguments that are not traced: call the function outside of jax.jit, "
             "jax.vmap and derivatives"
         )
-    beside = paired_run.PairedRun(paired_run.CarrierReference(), settings.max_turns or (1 << 32) - 1, settings.stop_at)
+    beside = paired.PairedRun(paired.CarrierReference(), settings.max_turns or (1 << 32) - 1, settings.stop_at)
     outer = user_line()
     try:
         entry = round_on_entry(program, settings.spec, seeds)
-        results = beside.whole(program, settings.spec, entry, paired_run.argument_names(args, kwargs))
-    except paired_run.StopEventError as stop:
+        results = beside.whole(program, settings.spec, entry, paired.argument_names(args, kwargs))
+    except paired.StopEventError as stop:
         raise FloatingPointError(
-            paired_run.text_of_event(stop, program.plan, outer, paired_run.first_line_of(fun, outer))
+            paired.text_of_event(stop, program.plan, outer, paired.first_line_of(fun, outer))
         ) from None
     for note in dict.fromkeys(beside.notes):
         warnings.warn(note, RuntimeWarning, stacklevel=3)
     return [low for low, _ in results]
 
 
-def round_on_entry(
-    program: EmulatedProgram, spec: Spec | None, seeds: Seeds | None
-) -> tuple[list[Any], list[Any], Seeds | None]:
+def round_on_entry(program: EmulatedProgram, spec: Spec | None, seeds: Seeds | None) -> ProgramEntry:
     """The rounded arguments and constants, and the seeds of the operations."""
     entry, inside = (None, None) if seeds is None else (seeds.turn(0), seeds.turn(1))
     count = len(program.values)

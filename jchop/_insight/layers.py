@@ -32,7 +32,7 @@ _ALL_LAYERS = "all"
 
 @dataclass(frozen=True)
 class SensitivityRow:
-    """One layer in one format.
+    """A row of a report: one layer in one format.
 
     Args:
         path: its path in the model; ``"all"`` for one rule of all layers.
@@ -124,7 +124,11 @@ def sensitivity(
     tensor_names = tuple(check_choice("tensors", name, _SENSITIVITY_TENSORS) for name in tensors)
     specs = [as_spec(fmt, scaled=True) for fmt in as_iterable(formats)]
     data = [batch_arguments(batch) for batch in batches]
-    layers = _layer_classes(model, tensor_names)
+    layers = {
+        path: type(layer).__name__
+        for path, layer, kind in nnx_layers(model)
+        if kind is not None and set(tensor_names) <= set(kind.fields(layer))
+    }
     for name, value in (("tensors", tensor_names), ("formats", specs), ("batches", data), ("model", layers)):
         check(value, f"{name}: there must be at least one" + (" layer to round" if value is layers else ""))
     run = nnx.jit(call if call is not None else lambda model, *args: model(*args))
@@ -141,15 +145,6 @@ def sensitivity(
             if progress is not None:
                 progress(len(rows), total)
     return Sensitivity(tuple(rows), tuple(dict.fromkeys(map(str, specs))))
-
-
-def _layer_classes(model: nnx.Module, tensors: Sequence[str]) -> dict[str, str]:
-    """The classes of the layers that have one of the tensors, by path."""
-    return {
-        path: type(layer).__name__
-        for path, layer, kind in nnx_layers(model)
-        if kind is not None and set(tensors) <= set(kind.fields(layer))
-    }
 
 
 def _flat_outputs(tree: Any) -> np.ndarray:
@@ -170,7 +165,7 @@ ALLOCATION_SCORES = ("fisher", "loss")
 
 @dataclass(frozen=True)
 class TunedLayer:
-    """One layer.
+    """A row of a report: one layer and the format that was chosen for it.
 
     Args:
         path: its path in the model.

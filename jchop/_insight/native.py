@@ -19,7 +19,7 @@ from jax.extend.core import Literal
 
 from jchop._common.text import TableOrLine, Tables
 from jchop._emulate.emulate import EmulatedFunction, round_on_entry
-from jchop._emulate.paired.paired_run import SILENT_KINDS, walk_sources
+from jchop._emulate.paired import SILENT_KINDS, walk_sources
 from jchop._emulate.rules.interpret import EmulationRunner, round_operands
 from jchop._emulate.rules.rules import holds_constant, is_carrier_float, is_complex_value, is_exact_under, spec_of_fact
 from jchop._emulate.rules.run_task import EmulatedStep, round_value
@@ -29,8 +29,7 @@ from jchop._program.bind import bind
 from jchop._program.control import with_weak_types
 from jchop._program.repeats import with_turns
 from jchop._program.run import interpret
-from jchop._program.seeds import Seeds
-from jchop._program.step import ProgramPlan, user_line
+from jchop._program.step import ProgramPlan, Seeds, user_line
 from jchop._spec.spec import Spec, as_spec
 from jchop.formats.rounding import Rounding
 

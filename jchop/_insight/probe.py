@@ -284,7 +284,10 @@ class _UnitUnderTest:
         return bits if 0 < bits < self.product_range else None
 
     def _rounding(self, bits: int) -> str | None:
-        """From sums of 2^14 and parts of a unit; in aligned orders four terms of 2^12 leave two bits for the parts."""
+        """The rounding, from sums of 2^14 and parts of a unit.
+
+        In aligned orders four terms of 2^12 leave two bits for the parts.
+        """
         if bits + 2 > self.product_range:
             return None
         x, y = _power_of_two_factors(_LARGE_EXPONENT - bits - 2)  # a quarter of a unit

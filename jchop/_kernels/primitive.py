@@ -212,6 +212,7 @@ def _evaluate_op(op: _OpDefinition, primitive: Primitive, *args: Any, impl: str,
 
 
 def _result_avals(op: _OpDefinition, *avals: Any, impl: str, wide: bool, vmaps: _VmapAxes, static: _StaticItems) -> Any:
+    """The shapes and dtypes of an operation's results, from its declaration if it has one, else by tracing the body."""
     x, shaped = avals[0], jax.core.ShapedArray
     # Only shapes and dtypes, without shardings or varying axes.
     plain = all(aval == shaped(aval.shape, aval.dtype, aval.weak_type) for aval in avals)
@@ -235,6 +236,7 @@ def _lower_portable(op: _OpDefinition, ctx: Any, *args: Any, impl: str, **params
 
 
 def _lower_single_cpu(op: _OpDefinition, ctx: Any, *args: Any, impl: str, **params: Any) -> Any:
+    """The lowering for one CPU: the body with the backend of one CPU, in the operation's canonical shapes."""
     if impl == "pallas" or not _is_for_one_device(ctx.module_context.axis_context):
         return _lower_portable(op, ctx, *args, impl=impl, **params)
     if params["vmaps"]:  # both sides of a branch would be computed
@@ -252,6 +254,7 @@ def _lower_single_cpu(op: _OpDefinition, ctx: Any, *args: Any, impl: str, **para
 def _lower_kernel(
     op: _OpDefinition, platform: str, kernels: Sequence[Kernel], ctx: Any, *args: Any, impl: str, **params: Any
 ) -> Any:
+    """The lowering for an accelerator: the first kernel that takes the arguments and pays, else the body."""
     avals, static = _innermost_avals(ctx.avals_in, params["vmaps"]), dict(params["static"])
     fun, why = op.body, ""
     for kernel in () if impl == "xla" else kernels:
@@ -275,6 +278,7 @@ def _lower_call(
     reshapes: _OpReshapes | None = None,
     **params: Any,
 ) -> Any:
+    """The call of a function in the program that is lowered; a new callee is simplified."""
     module = ctx.module_context
     cache_size = len(module.cached_primitive_lowerings)
     out = mlir.lower_fun(_op_call(op, fun, no_inline, reshapes, **params), multiple_results=True)(ctx, *args)

@@ -109,6 +109,7 @@ class _ScaledGpuTile:
         return jnp.minimum(row, np.int32(last_row)), jnp.minimum(word, np.int32(last_word))
 
     def _load(self, words: Any, x: Any, corner: tuple[Array, Array]) -> tuple[Array, Array | None]:
+        """The numbers of a tile, widened, and a random word for each if the elements draw."""
         plan, registers = self.problem.plan, self.registers
         values = widen_16_bit(registers.load(x.at[*self._place(corner), :]), plan.carrier)
         if not plan.element.rounding.stochastic:
@@ -122,12 +123,14 @@ class _ScaledGpuTile:
 
     # -- kernels -------------------------------------------------------------------------------------------------------
     def round(self, program: Array, words: Any, x: Any, out: Any) -> None:
+        """Rounds a tile."""
         corner, plan = self._corner(program), self.problem.plan
         values, word = self._load(words, x, corner)
         result = round_tile_by_powers(values, self.axes, plan, word, tensor_scale_of_words(words, plan))
         self.registers.store(out.at[*self._place(corner), :], result)
 
     def quantize(self, program: Array, words: Any, x: Any, codes: Any, scales: Any) -> None:
+        """Stores the codes and scales of a tile; tiles of plain numbers take a short way."""
         corner, plan = self._corner(program), self.problem.plan
         values, word = self._load(words, x, corner)
         tensor = tensor_scale_of_words(words, plan)
@@ -151,7 +154,7 @@ class _ScaledGpuTile:
     # -- results -------------------------------------------------------------------------------------------------------
     @property
     def word_bits(self) -> int:
-        """Of the codes of a word."""
+        """The bits of the codes of a word, together."""
         return self.problem.bits * self.tiling.numbers
 
     @property

@@ -51,14 +51,17 @@ class ScaledBlocksProblem:
 
     @property
     def outer(self) -> int:
+        """The count of numbers before the axis of the blocks."""
         return math.prod(self.shape[: self.axis])
 
     @property
     def size(self) -> int:
+        """The length of the axis of the blocks."""
         return self.shape[self.axis]
 
     @property
     def inner(self) -> int:
+        """The count of numbers after the axis of the blocks, which lie side by side."""
         return math.prod(self.shape[self.axis + 1 :])
 
     @property
@@ -187,6 +190,7 @@ class ScaledGpuTiling(Tiling):
 
     @classmethod
     def _of_words(cls, problem: ScaledBlocksProblem, numbers: int) -> ScaledGpuTiling | None:
+        """The tiling with words of `numbers` elements; None if they do not fit the blocks."""
         block, most = problem.block, cls._MOST >> problem.plan.element.rounding.stochastic
         if not problem.last:
             fits = numbers <= cls._LONGEST_WORD_ACROSS and block % WARPS == 0 and block // WARPS * numbers <= most

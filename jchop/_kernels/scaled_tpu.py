@@ -127,6 +127,8 @@ class _ScaledTpuTile:
 
     # -- kernels -------------------------------------------------------------------------------------------------------
     def round(self, words: Any, x: Any, out: Any) -> None:
+        """Rounds a tile strip by strip."""
+
         def round_strip(i: Array, origin: _TileOrigin) -> None:
             values, word, _ = self._load(words, x, i, origin)
             plan = self.problem.plan
@@ -137,6 +139,8 @@ class _ScaledTpuTile:
         self._loop(round_strip)
 
     def quantize(self, words: Any, x: Any, codes: Any, scales: Any, scale_scratch: Any) -> None:
+        """Stores the codes of a tile strip by strip, then its scales."""
+
         def quantize_strip(i: Array, origin: _TileOrigin) -> None:
             values, word, valid = self._load(words, x, i, origin)
             plan = self.problem.plan

@@ -50,7 +50,7 @@ class _Registers:
             plgpu.store(ref, values, optimized=False)
 
     def full(self, value: float) -> Array:
-        """One number everywhere, float32."""
+        """A tile of one number everywhere, float32."""
         x = jnp.full(self.shape, value, jnp.float32)
         return x if self.interpret else plgpu.layout_cast(x, self.layout)
 
@@ -87,6 +87,7 @@ class RegisterTile(_Registers):
 
     @property
     def layout(self) -> Any:
+        """The layout of a tile in registers: lanes along words, and each lane's numbers together."""
         numbers, lanes = self.shape[2], self.lanes
         if lanes == WARP_LANES:
             return _layout(((WARPS, lanes, numbers),), -3, (-2,))
@@ -148,6 +149,7 @@ class RegisterMatrix(_Registers):
 
 
 def _layout(tiles: tuple[tuple[int, ...], ...], warps: int, lanes: tuple[int, ...]) -> Any:
+    """A layout of tiles in registers: the axes of warps and of lanes, and a vector along the last one."""
     return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(warps,), lane_dims=lanes, vector_dim=-1)
 
 

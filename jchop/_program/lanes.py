@@ -16,6 +16,7 @@ from jax import Array, lax
 
 from jchop._program.bind import bind
 from jchop._program.control import (
+    STUCK,
     Interpret,
     ScanOrder,
     ScanTurn,
@@ -23,11 +24,10 @@ from jchop._program.control import (
     as_jax_value,
     deciding_places,
     manual_axes,
+    text_of_stop,
 )
 from jchop._program.run import Runner
-from jchop._program.seeds import Seeds
-from jchop._program.step import ProgramStep
-from jchop._program.stopped_loops import STUCK, text_of_stop
+from jchop._program.step import ProgramStep, Seeds
 
 # -- shards ------------------------------------------------------------------------------------------------------------
 
@@ -210,7 +210,7 @@ class LaneRunner(Runner):
         raise NotImplementedError
 
     def choose(self, active: Mapping[int, Any], new: LaneValue, old: LaneValue) -> LaneValue:
-        """New values where lanes are active, each for all loops or shards of a batch or for some; else the old ones."""
+        """The new values in active lanes, else the old ones; `active` has bools by lane, or arrays of bools."""
         raise NotImplementedError
 
     def path_value(self, value: LaneValue, lane: int) -> Any:

@@ -385,22 +385,22 @@ class QuantizedFunction:
         _refuse_adapters(call)
         program = self._valid_program(call)
         leaves, scale_states = list(call.leaves), program.weights_with_state
-        for i in program.placements:  # before any array is deleted
+        for i in program.rounded_params:  # before any array is deleted
             if isinstance(call.values[i], Array | np.ndarray):
                 check_finite(call.values[i], f"params: {program.paths[i]!r}")
-        for i, (placement, _) in program.placements.items():
+        for i, (layout, _) in program.rounded_params.items():
             value = call.values[i]
             if is_packed_param(value) and again:
                 continue
             if is_packed_param(value):
                 raise ValueError(f"params: {program.paths[i]!r} is packed already; pack the parameters themselves")
             round_key = None
-            if placement.spec.rounding.stochastic:
+            if layout.spec.rounding.stochastic:
                 keys = self._keys(key)
                 assert keys is not None
                 round_key = jax.random.fold_in(keys.key, i)
             if isinstance(value, jax.ShapeDtypeStruct):
-                leaves[call.places[i]] = jax.eval_shape(placement.pack, value, round_key)
+                leaves[call.places[i]] = jax.eval_shape(layout.pack, value, round_key)
                 continue
             scale = None
             if i in scale_states:
@@ -409,7 +409,7 @@ class QuantizedFunction:
                         f"{program.rule_of(i)}: a history of scales is for training; leave scale_from out to pack"
                     )
                 scale = weight_scale_entry(*scale_states[i], value, scales)
-            leaves[call.places[i]] = placement.pack(placement.rotate(jnp.asarray(value)), round_key, scale)
+            leaves[call.places[i]] = layout.pack(layout.rotate(jnp.asarray(value)), round_key, scale)
             if donate and isinstance(value, Array) and not any(value is leaf for leaf in leaves):
                 value.delete()
         return jax.tree.unflatten(call.tree, leaves)[0][0]
@@ -505,11 +505,11 @@ class QuantizedFunction:
             why = why if isinstance(why, str) else "its products sum over other axes than those it was made for"
             raise ValueError(f"the parameter {program.paths[i]!r} has an adapter, which this call cannot take: {why}")
         packed = is_packed_param(value)
-        if i not in program.placements and adapter is None:
+        if i not in program.rounded_params and adapter is None:
             return unpack_param(value) if packed else value
         lazy = program.lazy_params.get(i) or LazyParam(None, None, i)
         has_factors = isinstance(value, StoredAs) and value.input_factors is not None
-        fit = has_factors and i in program.placements and isinstance(program.adaptable.get(i), MatrixLayout)
+        fit = has_factors and i in program.rounded_params and isinstance(program.adaptable.get(i), MatrixLayout)
         value = value if packed else jnp.asarray(value)
         return replace(lazy, value=value, scale_state=entry, adapter=adapter, factors_fit=fit)
 

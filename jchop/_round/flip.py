@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jchop._common import bit_ops
-from jchop._common.bit_ops import CARRIERS, Carrier, enable_x64_for
+from jchop._common.bit_ops import CARRIERS, enable_x64_for, split_sign
 from jchop._common.checks import check, check_choice, check_float
 from jchop._common.gradients import CustomJvp
 from jchop._common.settings import always_jit
@@ -78,7 +77,12 @@ def flip_bits(
     check(key is not None, "key=None, but bits flip at random: pass a typed key, for example key=jax.random.key(0)")
     check_key("key", key)
     rounded_x = round_to_format(x, spec, key)
-    _require_flip_codes(spec.format, carrier_of_dtype(rounded_x.dtype, complex_too=False))
+    # Refuse a carrier that lacks values of `fmt`, because a flip may return any of them.
+    carrier = carrier_of_dtype(rounded_x.dtype, complex_too=False)
+    if not holds_format(spec.format, carrier):
+        raise ValueError(
+            f"x has dtype {carrier.name}, which lacks values of {spec.format} that a flipped bit may give; cast it"
+        )
     if last is None:
         return rounded_x
     ends = np.array([last >> 32, last & 0xFFFF_FFFF], np.uint32)
@@ -105,14 +109,6 @@ def _count_flip_bits(fmt: ElementFormat, where: str) -> int:
     if count == 0:
         raise ValueError(f"spec={str(fmt)!r} has no significand bits; where='code' flips bits of its codes")
     return count
-
-
-def _require_flip_codes(fmt: ElementFormat, carrier: Carrier) -> None:
-    """Refuse a carrier that lacks values of `fmt`, because a flip may return any of them."""
-    if not holds_format(fmt, carrier):
-        raise ValueError(
-            f"x has dtype {carrier.name}, which lacks values of {fmt} that a flipped bit may give; cast it"
-        )
 
 
 def _last_flip_word(p: float) -> int | None:
@@ -150,7 +146,7 @@ def _flip_jvp(fmt: ElementFormat, where: str, primals: tuple, tangents: tuple) -
 def _may_flip(x: Array, fmt: ElementFormat, where: str) -> Array:
     """Which elements of `x` have a code with bits that may flip; tested on bits, as subnormals may be read as zero."""
     carrier = CARRIERS[x.dtype.name]
-    _, magnitude = bit_ops.split_sign(x, carrier)
+    _, magnitude = split_sign(x, carrier)
     may = magnitude < carrier.inf
     if where == "code":
         return may | ((magnitude == carrier.inf) & fmt.has_inf) | ((magnitude > carrier.inf) & fmt.has_nan)

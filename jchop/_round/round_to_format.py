@@ -125,7 +125,11 @@ def round_to_format(
         return _round_array(x, options, key, offset, gradient_key, bits)
     if is_dask(x):
         check(bits is None, "bits are not for a dask array; pass a key")
-        return _round_dask(x, options, key, offset, gradient_key)
+        if options.hardware or not (type(offset) is int and offset == 0):
+            raise ValueError(f"offset={offset!r}: a dask array is a whole; it takes no offset, and generator='counter'")
+        _require_results_fit(options.spec, x, carrier_of_dtype(x.dtype))
+        rounder = partial(_round_numpy_block, replace(options, spec=replace(options.spec, gradient=Gradient())))
+        return round_dask_blocks(x, rounder, options.spec.scaled, rounding_keys(options.spec, key, gradient_key)[0])
     return _round_numpy(x, options, key, offset, gradient_key, bits)
 
 
@@ -232,14 +236,6 @@ def _round_numpy(x: Any, options: _RoundOptions, key: Key, offset: Any, gradient
         bits=bits,
     )
     return result if isinstance(x, np.ndarray) else result[()]
-
-
-def _round_dask(x: Any, options: _RoundOptions, key: Key, offset: Any, gradient_key: Key) -> Any:
-    if options.hardware or not (type(offset) is int and offset == 0):
-        raise ValueError(f"offset={offset!r}: a dask array is a whole; it takes no offset, and generator='counter'")
-    _require_results_fit(options.spec, x, carrier_of_dtype(x.dtype))
-    rounder = partial(_round_numpy_block, replace(options, spec=replace(options.spec, gradient=Gradient())))
-    return round_dask_blocks(x, rounder, options.spec.scaled, rounding_keys(options.spec, key, gradient_key)[0])
 
 
 def _round_numpy_block(options: _RoundOptions, block: np.ndarray, key: Key = None, offset: Any = 0) -> np.ndarray:

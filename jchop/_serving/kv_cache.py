@@ -74,11 +74,11 @@ class KVRows:
         return replace(self, words=tuple(map(take, self.words)))
 
     def heads_first(self) -> KVRows:
-        """With the axis of heads before the axis of slots."""
+        """The tokens with the axis of heads before the axis of slots."""
         return self.part(lambda word: jnp.swapaxes(word, 1, 2))
 
     def write(self, new: Array, row: Array, slot: Array) -> KVRows:
-        """With new tokens in their slots, or groups of tokens in theirs, if their row exists."""
+        """The tokens with new ones, or groups of them, at a row and a slot; a row that does not exist is dropped."""
         leaves = jax.tree.leaves(_quantize_kv_rows(new.astype(self.dtype), self.spec))
         words = (
             old.at[row, slot].set(lax.bitcast_convert_type(leaf, old.dtype), mode="drop")

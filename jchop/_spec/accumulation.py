@@ -354,6 +354,7 @@ _TF32_TOWARD_ZERO = "tf32:toward_zero"
 def _core(
     operands: str, total: str, order: str, source: str = _MMA_SIM, product: str | None = None, narrow: bool = False
 ) -> TensorCore:
+    """A row of the table of tensor cores, from the texts of its specs and of its order."""
     return TensorCore(MatmulSpec(operands, product, total, order), source, narrow)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jchop._common import checks, html
+from jchop._common.checks import FieldsRepr, check_bool, close_names_hint, quote, short_repr, split_outside_brackets
 from jchop.formats import ElementFormat, FloatFormat, ScaledFormat, UniformFormat, parse_format
 from jchop.formats._base import format_facts, short_number
 from jchop.formats.rounding import ROUNDING_ALIASES, Overflow, Rounding, as_overflow, as_rounding
@@ -18,7 +19,7 @@ from jchop.formats.scaled.scaled import as_format
 
 
 @dataclass(frozen=True, repr=False)
-class Gradient(checks.FieldsRepr):
+class Gradient(FieldsRepr):
     """The backward rule for the cotangent g of a rounded value.
 
     Args:
@@ -41,7 +42,7 @@ class Gradient(checks.FieldsRepr):
         def __init__(self, clipped: bool = ..., round: SpecLike | None = ...) -> None: ...
 
     def __post_init__(self) -> None:
-        checks.check_bool("clipped", self.clipped)
+        check_bool("clipped", self.clipped)
         if self.round is not None:
             object.__setattr__(self, "round", as_spec(self.round, "round", scaled=True))
             if self.round.gradient != Gradient():
@@ -103,7 +104,7 @@ class Spec:
             self._take_parts(self.format)
         object.__setattr__(self, "format", as_format(self.format))
         if not isinstance(self.format, ElementFormat | ScaledFormat):
-            raise TypeError(f"format={checks.short_repr(self.format)} must be a format, its text, or a dtype")
+            raise TypeError(f"format={short_repr(self.format)} must be a format, its text, or a dtype")
         members = {
             "rounding": as_rounding(self.rounding),
             "overflow": self._default_overflow if self.overflow is None else as_overflow(self.overflow),
@@ -111,7 +112,7 @@ class Spec:
         }
         for name, value in members.items():
             object.__setattr__(self, name, value)
-        checks.check_bool("flush", self.flush)
+        check_bool("flush", self.flush)
         if self.random_bits is not None:
             object.__setattr__(self, "random_bits", checks.check_int("random_bits", self.random_bits, 1, 64))
             if not self.rounding.stochastic or self.rounding is Rounding.STOCHASTIC_EQUAL:
@@ -132,9 +133,7 @@ class Spec:
         name, fields = _parse_parts(text)
         for field, value in fields.items():
             if getattr(self, field) != type(self).__dict__[field]:
-                raise ValueError(
-                    f"{field}={getattr(self, field)} stands in format={checks.quote(text)}, too; give it once"
-                )
+                raise ValueError(f"{field}={getattr(self, field)} stands in format={quote(text)}, too; give it once")
             object.__setattr__(self, field, value)
         object.__setattr__(self, "format", name)
 
@@ -208,11 +207,11 @@ def _parse_spec(text: str) -> Spec:
 
 
 def _parse_parts(text: str) -> tuple[str, dict[str, object]]:
-    name, *parts = checks.split_outside_brackets(checks.check_text("spec text", text), ":")
+    name, *parts = split_outside_brackets(checks.check_text("spec text", text), ":")
     fields: dict[str, object] = {}
     for part in map(str.strip, parts):
         field, value = _parse_spec_field(text, part)
-        checks.check(field not in fields, f"spec text {checks.quote(text)} gives {field} twice")
+        checks.check(field not in fields, f"spec text {quote(text)} gives {field} twice")
         fields[field] = value
     return name, fields
 
@@ -227,16 +226,14 @@ def _parse_spec_field(text: str, part: str) -> tuple[str, object]:
     name, _, value = part.partition("=")
     if name == "random_bits":
         if not value.isdigit():
-            raise ValueError(
-                f"spec text {checks.quote(text)}: random_bits={checks.quote(value)} must be an integer from 1 to 64"
-            )
+            raise ValueError(f"spec text {quote(text)}: random_bits={quote(value)} must be an integer from 1 to 64")
         return name, int(value)
     if name == "gradient":
         return name, value
     names = [*(member.value for kind in (Rounding, Overflow) for member in kind), *ROUNDING_ALIASES]
-    hint = checks.close_names_hint({"sat": "saturate"}.get(name, name), [*names, "random_bits", "flush", "gradient"])
+    hint = close_names_hint({"sat": "saturate"}.get(name, name), [*names, "random_bits", "flush", "gradient"])
     raise ValueError(
-        f"spec text {checks.quote(text)}: part {checks.quote(part)} is not known"
+        f"spec text {quote(text)}: part {quote(part)} is not known"
         f"{hint or '; after the format come a rounding (up, stochastic), an overflow rule (saturate), random_bits=8, '}"
         f"{'' if hint else 'flush, gradient=clipped'}"
     )
@@ -253,12 +250,12 @@ def _as_gradient(value: object) -> Gradient:
         return Gradient()
     match = _GRADIENT_TEXT.fullmatch(value)
     if match is None:
-        raise ValueError(f"gradient={checks.quote(value)} must be {_GRADIENT_CHOICES}")
+        raise ValueError(f"gradient={quote(value)} must be {_GRADIENT_CHOICES}")
     text = match["inside"] or match["plain"]
     try:
         return Gradient(bool(match["clipped"] or match["both"]), _parse_spec(text) if text else None)
     except ValueError as error:
-        raise ValueError(f"gradient={checks.quote(value)} must be {_GRADIENT_CHOICES}: {error}") from None
+        raise ValueError(f"gradient={quote(value)} must be {_GRADIENT_CHOICES}: {error}") from None
 
 
 _GRADIENT_TEXT = re.compile(
@@ -291,7 +288,7 @@ def as_spec(value: object, argument: str = "spec", *, scaled: bool = False) -> S
         fmt = as_format(value)
         if not isinstance(fmt, ElementFormat | ScaledFormat):
             raise TypeError(
-                f"{argument}={checks.short_repr(value)} must be a Spec, a format, a dtype, or text such as "
+                f"{argument}={short_repr(value)} must be a Spec, a format, a dtype, or text such as "
                 "'e5m2:stochastic:saturate'"
             )
         value = Spec(fmt)

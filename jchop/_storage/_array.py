@@ -367,18 +367,14 @@ class QArray:
         check_instance("sharding", sharding, Sharding, "a sharding of JAX")
         if not isinstance(sharding, NamedSharding):
             return jax.tree.map(lambda _: sharding, self)
-        check(
-            len(sharding.spec) <= self.ndim,
-            f"sharding={sharding} names {len(sharding.spec)} axes, and q has {self.ndim}",
-        )
+        count = len(sharding.spec)
+        check(count <= self.ndim, f"sharding={sharding} names {count} axes, and q has {self.ndim}")
         names = (*sharding.spec, *[None] * (self.ndim - len(sharding.spec)))
         whole = sharding.update(spec=PartitionSpec(*names))
         # A tensor scale has only axes that vmap added.
         result = jax.tree.map(lambda leaf: fit_sharding(whole, leaf.shape), self)
-        if tuple(result.qvalue.spec) != names[: len(self.qvalue.shape)]:
-            raise ValueError(
-                f"sharding={sharding} does not cut codes of shape {list(self.qvalue.shape)} into equal parts"
-            )
+        cuts, shape = tuple(result.qvalue.spec) == names[: len(self.qvalue.shape)], list(self.qvalue.shape)
+        check(cuts, f"sharding={sharding} does not cut codes of shape {shape} into equal parts")
         return result
 
     # -- internals -----------------------------------------------------------------------------------------------------
@@ -399,15 +395,14 @@ class QArray:
         return dense, mask, fmt.axis_of_sparse % self.ndim, fmt.sparse[1]
 
     def _entries(self) -> Any:
-        """The codes, one entry for each element, in the shape of the array."""
+        """The codes, one entry for each element, in the shape of the array; an array without axes has one entry."""
         count = 1 if self.length is None else self.length
         return _codes.unpack_entries(self.qvalue, self.spec.element, count).reshape(self.shape)
 
     def _quantized_scale(self, fmt: ScaledFormat, inner: ScaledFormat) -> QArray:
         """Quantized scales as a QArray."""
-        shape = groupings.format_of_part(fmt, self.ndim).scale_shape(
-            self.shape[_codes.batch_axes(self.spec, self.shape, self.scale) :]
-        )
+        batch = _codes.batch_axes(self.spec, self.shape, self.scale)
+        shape = groupings.format_of_part(fmt, self.ndim).scale_shape(self.shape[batch:])
         return qarray_of_scales(self.scale, inner, shape)
 
     def _moved(
@@ -428,10 +423,8 @@ class QArray:
         if isinstance(fmt.scale, ScaledFormat):
             inner = move(self._quantized_scale(fmt, fmt.scale))
             fmt = fmt(scale=inner.spec.format)
-            scale = (
-                _codes.load_codes(inner.qvalue, inner.spec.element),
-                *flatten_scales(inner.scale, inner.zero_point),
-            )
+            codes = _codes.load_codes(inner.qvalue, inner.spec.element)
+            scale = codes, *flatten_scales(inner.scale, inner.zero_point)
         elif fmt.scale_rule.tensor_scale:
             scale = move(scale[0]), scale[1] if of_tensor is None else of_tensor(scale[1])
         else:

@@ -249,6 +249,7 @@ def normalize_index(index: Any, shape: Sequence[int]) -> list[Index]:
 
 
 def _index_entry(axis: int, entry: Any, n: int) -> Index:
+    """An entry of an index along an axis of length `n`, checked: a slice, an integer or an array of integers."""
     if isinstance(entry, slice):
         start, stop, step = entry.indices(n)
         return slice(None) if (start, stop, step) == (0, n, 1) else slice(start, None if stop < 0 else stop, step)

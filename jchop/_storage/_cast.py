@@ -13,15 +13,8 @@ from jchop._common.checks import check
 from jchop._round.arguments import has_tracer
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import as_spec
+from jchop._storage import _axis_groupings as groupings
 from jchop._storage._array import QArray
-from jchop._storage._axis_groupings import (
-    OWN_SCALE,
-    WHOLE_AXIS,
-    AxisGrouping,
-    axes_from_end,
-    axis_groupings,
-    over_elements,
-)
 from jchop._storage._codes import CARRIER_FORMATS, batch_axes, spec_of_part
 from jchop._storage._quantize import dequantize, quantize
 from jchop.formats import ElementFormat, ScaledFormat
@@ -48,7 +41,7 @@ def cast_qarray(q: QArray, to: Any) -> QArray:
     assert fmt is not None and isinstance(fmt.scale, ElementFormat)
     host = jax.tree.map(np.asarray, q)
     x = dequantize(host, "float64")
-    kinds = axis_groupings(axes_from_end(fmt, x.ndim), x.ndim)
+    kinds = groupings.axis_groupings(groupings.axes_from_end(fmt, x.ndim), x.ndim)
     numbers = np.where(np.isfinite(x), x, 0)
     scale = _most_in_groups(np.where(numbers == 0, 0, _scales_of_elements(host)), kinds)
     scale, most = np.where(scale == 0, 1, scale), _most_in_groups(np.abs(numbers), kinds)
@@ -64,7 +57,8 @@ def cast_qarray(q: QArray, to: Any) -> QArray:
     first, lost = scale, np.ones(scale.shape, bool)
     for other in (scale, smaller, *(most / level for level in levels[levels > 0].tolist())):
         scale = np.where(lost & (other > 0), other, scale)
-        elements = numbers / over_elements(scale, kinds, x.shape) + over_elements(zeros(scale), kinds, x.shape)
+        scales, points = (groupings.over_elements(part, kinds, x.shape) for part in (scale, zeros(scale)))
+        elements = numbers / scales + points
         lost = _most_in_groups(np.asarray(round_to_format(elements, fmt.element)) != elements, kinds)
         if not lost.any():
             break
@@ -100,7 +94,7 @@ def _scales_of_elements(q: QArray) -> np.ndarray:
     batch = batch_axes(q.spec, q.shape, q.scale)
     for factor in rest:
         scale = scale * factor.astype(np.float64).reshape(*factor.shape, *(1,) * (q.ndim - factor.ndim))
-    return over_elements(scale, axis_groupings(fmt, q.ndim, batch), q.shape)
+    return groupings.over_elements(scale, groupings.axis_groupings(fmt, q.ndim, batch), q.shape)
 
 
 def _stored_scales(scale: np.ndarray, fmt: ElementFormat) -> np.ndarray:
@@ -117,8 +111,8 @@ def _stored_scales(scale: np.ndarray, fmt: ElementFormat) -> np.ndarray:
     return stored[places].reshape(scale.shape)
 
 
-def _most_in_groups(values: np.ndarray, kinds: tuple[AxisGrouping, ...]) -> np.ndarray:
+def _most_in_groups(values: np.ndarray, kinds: tuple[groupings.AxisGrouping, ...]) -> np.ndarray:
     for axis, (kind, n) in enumerate(zip(kinds, values.shape, strict=True)):
-        if kind != OWN_SCALE and n:
-            values = np.maximum.reduceat(values, range(0, n, n if kind == WHOLE_AXIS else int(kind)), axis)
+        if kind != groupings.OWN_SCALE and n:
+            values = np.maximum.reduceat(values, range(0, n, n if kind == groupings.WHOLE_AXIS else int(kind)), axis)
     return values

@@ -84,33 +84,21 @@ def plan_chunk_cut(shape: Sequence[int], itemsize: int, fmt: ScaledFormat | None
         return ChunkCut(None, 1, (), False)
     kinds = groupings.axis_groupings(fmt, len(shape)) if fmt is not None else (groupings.OWN_SCALE,) * len(shape)
     units, indivisible = _cut_units(fmt, len(shape))
-    if (
-        fmt is not None
-        and fmt.sparse is not None
-        and math.prod(shape)
-        and (groupings.WHOLE_AXIS in kinds or fmt.scale_rule.tensor_scale)
-    ):
+    of_tensor, is_sparse = (fmt.scale_rule.tensor_scale, fmt.sparse is not None) if fmt is not None else (False, False)
+    if is_sparse and math.prod(shape) and (of_tensor or groupings.WHOLE_AXIS in kinds):
         return ChunkCut(0, shape[0], kinds, False)  # the ends of a chunk are not the ends of its kept numbers
-    for axis, size in enumerate(shape):
-        inner = math.prod(shape[axis + 1 :]) * itemsize
-        unit = units[axis]
-        if size > 1 and indivisible[axis]:
-            step = size
-        elif unit * inner <= chunk_bytes or axis == len(shape) - 1 or unit > 1:
-            step = max(1, chunk_bytes // max(unit * inner, 1)) * unit
-        else:
-            continue
-        break
-    else:
-        raise AssertionError("the last axis ends the search")
+    sizes = [unit * math.prod(shape[axis + 1 :]) * itemsize for axis, unit in enumerate(units)]
+    whole = [n > 1 and never for n, never in zip(shape, indivisible, strict=True)]
+    fits = (axis for axis, unit in enumerate(units) if whole[axis] or unit > 1 or sizes[axis] <= chunk_bytes)
+    axis = next(fits, len(shape) - 1)
+    step = shape[axis] if whole[axis] else max(1, chunk_bytes // max(sizes[axis], 1)) * units[axis]
     parts = [*(n > 1 for n in shape[:axis]), step < shape[axis]]
     share_scale = any(several and kinds[i] == groupings.WHOLE_AXIS for i, several in enumerate(parts))
-    of_tensor = fmt is not None and fmt.scale_rule.tensor_scale
     return ChunkCut(axis, min(step, max(shape[axis], 1)), kinds, share_scale or (of_tensor and any(parts)))
 
 
 def _cut_units(fmt: ScaledFormat | None, ndim: int) -> tuple[list[int], list[bool]]:
-    """For each axis: the number of which lengths of chunks are multiples, and whether it cannot be cut at all."""
+    """For each axis, the unit of which chunk lengths are multiples, and whether the axis cannot be cut."""
     units, indivisible = groupings.unit_lengths(fmt, ndim), [False] * ndim
     units[-1] *= _CODES_IN_WHOLE_BYTES
     level: Any = fmt
@@ -172,6 +160,7 @@ class GroupExtremes:
         return extremes
 
     def _place(self, chunk: Chunk) -> tuple[slice, ...]:
+        """The index of a chunk's groups among the extremes of all groups."""
         spans = zip(self.shares_axis, chunk.starts, chunk.shape, strict=True)
         return tuple(slice(None) if shares else slice(at, at + n) for shares, at, n in spans)
 
@@ -453,9 +442,8 @@ def quantize_file(
             if job.spec is not None and job.spec.rounding.stochastic and seed is None:
                 raise ValueError(f"spec={str(job.spec)!r} rounds stochastically: it needs a seed")
         entries = place_tensors({name: entry for job in jobs for name, entry in job.outputs.items()})
-        descriptions = _save.qarrays_in(file) | {
-            job.name: job.description for job in jobs if job.description is not None
-        }
+        own = {job.name: job.description for job in jobs if job.description is not None}
+        descriptions = _save.qarrays_in(file) | own
         texts = {name: text for name, text in file.metadata.items() if name != _save.QARRAYS_KEY}
         total, reports = sum(job.entry.nbytes for job in jobs), []
 
@@ -478,6 +466,7 @@ def quantize_file(
 
 
 def _tensor_jobs(file: TensorFile, rules: Sequence[TensorRule]) -> list[_TensorJob]:
+    """The jobs of a file's tensors: each is quantized by its rule, or copied."""
     descriptions = _save.qarrays_in(file)
     parts = {part for name, fields in descriptions.items() for part in _save.qarray_tensor_names(name, fields)}
     dtypes = {name: entry.dtype.name for name, entry in file.entries.items() if name not in parts}
@@ -530,6 +519,7 @@ def tensor_rule_error(rule: TensorRule, name: str, shape: Sequence[int], error: 
 
 
 def _tensor_job(name: str, entry: TensorEntry, rule: TensorRule | None, why: str) -> _TensorJob:
+    """The job of one tensor, with the dtypes and shapes of the tensors that it writes."""
     if rule is None:
         return _TensorJob(name, entry, None, why, {name: TensorEntry(entry.dtype, entry.shape)})
     spec = rule.spec
@@ -543,10 +533,8 @@ def _tensor_job(name: str, entry: TensorEntry, rule: TensorRule | None, why: str
             q = jax.eval_shape(lambda x: quantize(x, spec, key), x)
     except (ValueError, TypeError) as error:
         raise tensor_rule_error(rule, name, entry.shape, error) from None
-    outputs = {
-        part: TensorEntry(np.dtype(leaf.dtype), tuple(leaf.shape))
-        for part, leaf in _save.qarray_tensors(name, q).items()
-    }
+    parts = _save.qarray_tensors(name, q)
+    outputs = {part: TensorEntry(np.dtype(leaf.dtype), tuple(leaf.shape)) for part, leaf in parts.items()}
     return _TensorJob(name, entry, spec, "", outputs, _save.qarray_description(q))
 
 
@@ -591,33 +579,20 @@ def _convert_tensor(
     key = None
     if spec.rounding.stochastic:
         key = jax.random.fold_in(jax.random.key(seed or 0), zlib.crc32(job.name.encode()))
+    native, carrier = _native_dtype_of(spec), _tensor_carrier(entry, spec)
     for part in chunks(entry.shape, cut):
-        x = read(part)
-        result = _quantize_chunk(x, job, spec, key, part, extremes)
-        if isinstance(result, QArray):
-            _write_chunk_parts(writer, job.name, result, part)
-            result = dequantize(result)
-        else:
+        x, offset = read(part), (part.starts, entry.shape) if part.starts else 0
+        if native is not None:
+            result = round_to_format(x.astype(carrier), spec, key, offset=offset).astype(native)
             writer.write(job.name, result)
+        else:
+            q = quantize_chunk(x.astype(carrier), spec, key, offset, part, extremes)
+            # Scales that several chunks share are written once.
+            for name, array in _save.qarray_tensors(job.name, q).items():
+                repeats = name.endswith(".tensor_scale") and part.start > 0
+                if name.endswith((".qvalue", ".places")) or (part.is_first_of_groups and not repeats):
+                    writer.write(name, array)
+            result = dequantize(q)
         report.add(x, result)
         tell((part.start + x.size) * entry.dtype.itemsize)
     return report
-
-
-def _quantize_chunk(
-    x: np.ndarray, job: _TensorJob, spec: Spec, key: Any, chunk: Chunk, extremes: GroupExtremes | None
-) -> QArray | np.ndarray:
-    x = x.astype(_tensor_carrier(job.entry, spec))
-    offset = (chunk.starts, job.entry.shape) if chunk.starts else 0
-    native = _native_dtype_of(spec)
-    if native is not None:
-        return round_to_format(x, spec, key, offset=offset).astype(native)
-    return quantize_chunk(x, spec, key, offset, chunk, extremes)
-
-
-def _write_chunk_parts(writer: TensorWriter, name: str, q: QArray, chunk: Chunk) -> None:
-    """Writes the parts of a chunk; scales that chunks share are written with the first one."""
-    for part, array in _save.qarray_tensors(name, q).items():
-        repeats = part.endswith(".tensor_scale") and chunk.start > 0
-        if part.endswith((".qvalue", ".places")) or (chunk.is_first_of_groups and not repeats):
-            writer.write(part, array)

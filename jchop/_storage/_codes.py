@@ -306,6 +306,7 @@ def decode_qarray(
 
 @partial(CustomJvp, nondiff_argnums=(0,))
 def _decode_dense(form: QArrayForm, qvalue: Array, scale: Scale, zero_point: Array | None) -> Array:
+    """The numbers of an array without sparsity; axes that vmap added to its scales are mapped over."""
     fmt, shape = form.spec.format, qarray_shape(qvalue, form.size)
     if isinstance(fmt, formats.ElementFormat):
         count = 1 if form.size is None else form.size
@@ -323,6 +324,7 @@ def _decode_dense(form: QArrayForm, qvalue: Array, scale: Scale, zero_point: Arr
 # x = e s, (e - z) s or e s + z: so dx = e ds + dz, and for codes that are floats dx = s de. Each factor is the decoded
 # number with the other factor replaced by 1, and the summand by 0.
 def _decode_jvp(form: QArrayForm, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    """The numbers, and their tangent from tangents of codes, scales and float zero points."""
     qvalue, scale, zero_point = primals
     result = _decode_dense(form, *primals)
     tangent = jnp.zeros_like(result)
@@ -365,9 +367,8 @@ def _scale_over_elements(spec: Spec, values: Array, part: int, scale: Scale, sha
     assert fmt is not None
     if part and isinstance(fmt.scale, formats.ScaledFormat):
         scales = shape[:batch] + fmt.scale_shape(shape[batch:])
-        values = jnp.broadcast_to(
-            repeat_over_groups(values, groupings.axis_groupings(fmt.scale, len(scales), batch), scales), scales
-        )
+        kinds = groupings.axis_groupings(fmt.scale, len(scales), batch)
+        values = jnp.broadcast_to(repeat_over_groups(values, kinds, scales), scales)
     elif part:
         return values.reshape(*values.shape, *([1] * (len(shape) - batch)))
     return repeat_over_groups(values, groupings.axis_groupings(fmt, len(shape), batch), shape)

@@ -25,15 +25,7 @@ from jchop._core.scaled.groups import Groups
 from jchop._core.scaled_bodies import flatten_scales
 from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
 from jchop._kernels.scaled import check_scales, dense_of, fit_scaled, quantize_scaled
-from jchop._round.arguments import (
-    JCHOP_SCOPE,
-    as_array,
-    carrier_of_dtype,
-    has_tracer,
-    mark_results,
-    rounding_keys,
-    stream_offset,
-)
+from jchop._round import arguments
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Gradient, Spec, SpecLike, as_spec
 from jchop._storage import _codes
@@ -116,14 +108,14 @@ def quantize(
         return load_name("jchop._quantized.quantize_tree", "quantize_tree")(x, spec, key)
     check_choice("impl", impl, IMPLEMENTATIONS)
     spec = replace(as_spec(spec, scaled=True), gradient=Gradient())
-    array, numpy = as_array("x", x), not isinstance(x, Array)
-    carrier_of_dtype(array.dtype, complex_too=False)
+    array, numpy = arguments.as_array("x", x), not isinstance(x, Array)
+    arguments.carrier_of_dtype(array.dtype, complex_too=False)
     if spec.scaled is not None:
         spec = replace(spec, format=axes_from_end(spec.scaled, array.ndim))
-    draw_key = rounding_keys(spec, key)[0]
-    with enable_x64_for(array.dtype), jax.named_scope(JCHOP_SCOPE):
+    draw_key = arguments.rounding_keys(spec, key)[0]
+    with enable_x64_for(array.dtype), jax.named_scope(arguments.JCHOP_SCOPE):
         if not isinstance(spec.format, ElementFormat):
-            place, starts = stream_offset(offset, array.shape)
+            place, starts = arguments.stream_offset(offset, array.shape)
             how = _QuantizeOptions(spec, place, impl)
             if check_scales(spec, array.shape, scale, zero_point):
                 _check_scale_values(scale, spec, array.shape)
@@ -198,8 +190,9 @@ def dequantize(q: Any, dtype: Any = None, *, add_to: Any = None) -> Any:
         raise TypeError(f"dtype={dtype!r} is not a carrier; allowed: {', '.join(CARRIERS)}")
     wide = any(leaf.dtype.itemsize == 8 for leaf in jax.tree.leaves(q) if hasattr(leaf, "dtype"))
     wide = wide or _codes.needs_float64(q.spec.element)
-    with enable_x64_for(np.dtype(np.float64) if wide else jnp.dtype(form.dtype)), jax.named_scope(JCHOP_SCOPE):
-        numbers = mark_results(_dequantize_leaves(q.qvalue, q.scale, q.zero_point, q.places, add_to, form=form))
+    dtype, leaves = np.dtype(np.float64) if wide else jnp.dtype(form.dtype), (q.qvalue, q.scale, q.zero_point, q.places)
+    with enable_x64_for(dtype), jax.named_scope(arguments.JCHOP_SCOPE):
+        numbers = arguments.mark_results(_dequantize_leaves(*leaves, add_to, form=form))
         if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves((q, add_to))):
             return _leaf_to_numpy(numbers)
     return numbers
@@ -220,10 +213,8 @@ def requantize(q: Any, x: Any, key: Array | None = None) -> Any:
     """
     if isinstance(q, StoredAs):
         return q.requantize(x, key)
-    spec, stack = (
-        _codes.spec_of_part(q.spec, q.ndim),
-        0 if q.spec.scaled is None else _codes.batch_axes(q.spec, q.shape, q.scale),
-    )
+    spec = _codes.spec_of_part(q.spec, q.ndim)
+    stack = 0 if q.spec.scaled is None else _codes.batch_axes(q.spec, q.shape, q.scale)
     return replace(map_over_stack(stack, lambda x, key: quantize(x, spec, key), x, key), spec=q.spec)
 
 
@@ -342,10 +333,10 @@ def fit_scale(x: Any, spec: SpecLike) -> tuple[_codes.Scale, Any]:
     spec = as_spec(spec, scaled=True)
     if spec.scaled is None:
         raise ValueError(f"spec={str(spec)!r} is of a plain format, which has no scale")
-    array, numpy = as_array("x", x), not isinstance(x, Array)
-    carrier_of_dtype(array.dtype, complex_too=False)
+    array, numpy = arguments.as_array("x", x), not isinstance(x, Array)
+    arguments.carrier_of_dtype(array.dtype, complex_too=False)
     spec = replace(spec, format=axes_from_end(spec.scaled, array.ndim), gradient=Gradient())
-    with enable_x64_for(array.dtype), jax.named_scope(JCHOP_SCOPE):
+    with enable_x64_for(array.dtype), jax.named_scope(arguments.JCHOP_SCOPE):
         scales = _fit_group_scales(array, spec=spec)
         return jax.tree.map(_leaf_to_numpy, scales) if numpy else scales
 
@@ -369,6 +360,7 @@ class _QuantizeOptions(NamedTuple):
 def _quantize_groups(
     x: Any, key: Array | None, starts: tuple, scale: _codes.Scale, zero_point: Any, *, how: _QuantizeOptions
 ) -> tuple:
+    """The codes, scales, zero points and places of an array's scaled format."""
     words = () if key is None else (*seed_words(key), *starts)
     x, scale = lax.stop_gradient((jnp.asarray(x), scale))
     assert how.spec.scaled is not None
@@ -406,7 +398,7 @@ def _dequantize_leaves(
 
 def _check_scale_values(scale: _codes.Scale, spec: Spec, shape: tuple[int, ...]) -> None:
     """Refuses scales that `fit_scale` cannot return. Traced values are not known and not checked."""
-    if has_tracer(scale):
+    if arguments.has_tracer(scale):
         return
     fmt = spec.scaled
     assert fmt is not None
@@ -432,7 +424,7 @@ def _refuse_numbers(name: str, wrong: np.ndarray, spec: Spec, requirement: str) 
 def _check_zero_point_values(zero_point: Any, spec: Spec) -> None:
     """Refuses zero points that `fit_scale` cannot return. Traced values are not known and not checked."""
     fmt = spec.element
-    if spec.scaled is None or not spec.scaled.zero_point or has_tracer(zero_point):
+    if spec.scaled is None or not spec.scaled.zero_point or arguments.has_tracer(zero_point):
         return
     if spec.scaled.zero_point == "float":
         assert isinstance(spec.scaled.scale, ElementFormat)
@@ -511,11 +503,11 @@ def fit_half_quadratic(
     spec = as_spec(spec, scaled=True)
     fmt = check_float_zero_points(spec)
     settings = check_hqq_search(iterations, norm, weight, growth, whole_start)
-    array = as_array("x", x)
+    array = arguments.as_array("x", x)
     nearest = Rounding.NEAREST_EVEN if spec.rounding.stochastic else spec.rounding  # the search has no key
     spec = replace(spec, format=axes_from_end(fmt, array.ndim), rounding=nearest, gradient=Gradient())
     scale, zero_point = fit_scale(array, spec)
-    with enable_x64_for(array.dtype), jax.named_scope(JCHOP_SCOPE):
+    with enable_x64_for(array.dtype), jax.named_scope(arguments.JCHOP_SCOPE):
         if whole_start:
             zero_point = ((zero_point / scale).round() * scale).astype(scale.dtype)
         if array.size:
@@ -538,11 +530,8 @@ def check_float_zero_points(spec: Spec) -> ScaledFormat:
             "are numbers: zero_point='float', in text 'uint4(group=64,zero_point=float)'"
         )
     check(fmt.sparse is None, f"spec={str(spec)!r} drops numbers, which the search does not; leave sparse out")
-    if fmt.scale not in _codes.CARRIER_FORMATS.values():
-        raise ValueError(
-            f"spec={str(spec)!r} has scale={str(fmt.scale)!r}; the search needs one of "
-            "float16, bfloat16, float32 and float64"
-        )
+    is_carrier, needs = fmt.scale in _codes.CARRIER_FORMATS.values(), "one of float16, bfloat16, float32 and float64"
+    check(is_carrier, f"spec={str(spec)!r} has scale={str(fmt.scale)!r}; the search needs {needs}")
     return fmt
 
 
@@ -570,6 +559,7 @@ class _HqqState(NamedTuple):
 def _search_zero_points(
     x: Array, scale: Array, zero: Array, settings: tuple[float, ...], *, spec: Spec, iterations: int
 ) -> Array:
+    """The zero points of least error in HQQ's iteration, under fixed scales."""
     fmt = spec.scaled
     assert fmt is not None
     groups, wide = Groups(x.shape, fmt.group_shape(x.shape)), jnp.promote_types(x.dtype, jnp.float32)

@@ -49,15 +49,13 @@ def to_qwix(q: QArray) -> Any:
     qwix = _import_qwix()
     check_qarray("q", q)
     fmt = spec_of_part(q.spec, q.ndim).scaled
-    if (
-        fmt is None
-        or not isinstance(fmt.scale, formats.FloatFormat)
-        or fmt.zero_point == "float"
-        or fmt.sparse is not None
-    ):
-        raise ValueError(f"q is of {q.spec.format}; qwix has one scale for each group, codes of all "
-                         "numbers, and zero points that are codes")  # fmt: skip
-    qtype = _qtype_of(fmt.element)
+    ok = fmt is not None and isinstance(fmt.scale, formats.FloatFormat) and fmt.zero_point != "float" and not fmt.sparse
+    has = "one scale for each group, codes of all numbers, and zero points that are codes"
+    check(ok, f"q is of {q.spec.format}; qwix has {has}")
+    assert fmt is not None and isinstance(fmt.scale, formats.FloatFormat)
+    name = next((name for name, own in _QWIX_ELEMENTS.items() if own == fmt.element), None)
+    check(name is not None, f"q has elements of {fmt.element}, for which qwix has no type")
+    qtype = name if name in _QWIX_TEXTS else jnp.dtype(name)
     groups = fmt.group_shape(q.shape[batch_axes(q.spec, q.shape, q.scale) :])
     core = q.shape[len(q.shape) - len(groups) :]
     if any(n % group for n, group in zip(core, groups, strict=True)):
@@ -99,10 +97,8 @@ def from_qwix(q: Any) -> QArray:
         raise ValueError(f"zero_point has shape {q.zero_point.shape}, and scale {q.scale.shape}; they must be alike")
     element, dtype = _element_of_qtype(q.qtype), np.dtype(q.scale.dtype)
     kinds = [_grouping_of_count(n, count) for n, count in zip(q.shape, q.scale.shape, strict=True)]
-    zero_point = None if q.zero_point is None else "integer"
-    fmt = formats.ScaledFormat(
-        element, scale=CARRIER_FORMATS[dtype.name], zero_point=zero_point, **grouping_fields(kinds)
-    )
+    scale, zero_point = CARRIER_FORMATS[dtype.name], None if q.zero_point is None else "integer"
+    fmt = formats.ScaledFormat(element, scale=scale, zero_point=zero_point, **grouping_fields(kinds))
     with enable_x64_for(dtype):
         codes = _native_to_codes(q.qvalue, element)
         qvalue = store_codes(pack_entries(codes.reshape(codes.shape or (1,)), element), element)
@@ -131,13 +127,6 @@ _QWIX_ELEMENTS: dict[str, formats.ElementFormat] = {
     **{f"uint{bits}": formats.IntegerFormat(bits, signed=False) for bits in (4, 8)},
 }
 _QWIX_TEXTS = (_QWIX_NF4, "int2", "int3", "int5", "int6", "int7")
-
-
-def _qtype_of(element: formats.ElementFormat) -> Any:
-    """The qtype in qwix of an element format."""
-    name = next((name for name, fmt in _QWIX_ELEMENTS.items() if fmt == element), None)
-    check(name is not None, f"q has elements of {element}, for which qwix has no type")
-    return name if name in _QWIX_TEXTS else jnp.dtype(name)
 
 
 def _element_of_qtype(qtype: Any) -> formats.ElementFormat:

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from jchop._common.bit_ops import CARRIERS
-from jchop._common.checks import check, keyword_hints, place_in_errors
+from jchop._common.checks import check, check_instance, keyword_hints, place_in_errors
 from jchop._common.files import as_path, json_object, short_text
 from jchop._common.on_demand import is_module_of, load_name
 from jchop._round.arguments import has_tracer
@@ -143,7 +143,8 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Any:
     like_tree, rebuild = split_model(like)
     with safetensors.TensorFile(as_path("path", path)) as file, jax.enable_x64(True):
         descriptions = qarrays_in(file)
-        owners = {part for name, fields in descriptions.items() for part in qarray_tensor_names(name, fields)}
+        parts = {name: qarray_tensor_names(name, fields) for name, fields in descriptions.items()}
+        owners = {part for own in parts.values() for part in own}
         shapes = _stored_shapes_in(file, descriptions)
         factor_names = {name: f"{name}.{_FACTORS}" for name in shapes if f"{name}.{_FACTORS}" in file.entries}
         owners |= {*factor_names.values()}
@@ -160,7 +161,10 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Any:
         paths = tree_paths_in(file, {*descriptions, *file.entries} - owners) if recorded else {}
 
         def leaves_of(read: Callable[[str], Any]) -> dict[str, Any]:
-            leaves = _leaves_in(file, descriptions, keys, read)
+            owned = {part for own in parts.values() for part in own}
+            leaves: dict[str, Any] = {name: read(name) for name in file.entries if name not in owned}
+            leaves |= {name: join_qarray(list(map(read, own)), descriptions[name]) for name, own in parts.items()}
+            leaves |= {name: jax.random.wrap_key_data(leaves[name], impl=kind) for name, kind in keys.items()}
             factors = {name: leaves.pop(tensor) for name, tensor in factor_names.items()}
             packed = {name: StoredAs(leaves[name], *fields, factors.get(name)) for name, fields in shapes.items()}
             return leaves | packed
@@ -212,10 +216,8 @@ def _stored_shapes_in(
             shape, axes = tuple(fields["shape"]), fields["axes"]
             stack = len(stored) - axes if safetensors.are_counts([axes]) and axes else -1
             fits = 0 <= stack <= len(shape) and stored[:stack] == shape[:stack]
-            check(
-                fits and math.prod(stored) == math.prod(shape),
-                f"{short_text(fields)} is no shape of a QArray of shape {list(stored)}",
-            )
+            fits = fits and math.prod(stored) == math.prod(shape)
+            check(fits, f"{short_text(fields)} is no shape of a QArray of shape {list(stored)}")
             factors = file.entries.get(f"{name}.{_FACTORS}")
             fit = factors is None or (
                 len(factors.shape) == len(shape) and all(n in (1, m) for n, m in zip(factors.shape, shape, strict=True))
@@ -233,9 +235,8 @@ def _random_keys_in(file: safetensors.TensorFile, owners: set[str]) -> dict[str,
     """
     keys = _jchop_metadata(file, RANDOM_KEYS_KEY)
     for name, kind in keys.items():
-        with place_in_errors(
-            f"{file.path}: bad metadata {RANDOM_KEYS_KEY!r} for {short_text(name)}", (ValueError, TypeError)
-        ):
+        place = f"{file.path}: bad metadata {RANDOM_KEYS_KEY!r} for {short_text(name)}"
+        with place_in_errors(place, (ValueError, TypeError)):
             check(name in file.entries and name not in owners, "no tensor has this name")
             _random_key_type(file, name, kind)
     return keys
@@ -254,17 +255,6 @@ def _random_key_type(file: safetensors.TensorFile, name: str, kind: str) -> Any:
     return jax.eval_shape(lambda words: jax.random.wrap_key_data(words, impl=kind), data)
 
 
-def _leaves_in(
-    file: safetensors.TensorFile, descriptions: Mapping[str, Any], keys: Mapping[str, str], read: Callable[[str], Any]
-) -> dict[str, Any]:
-    """The leaves of a file by name, of tensors that `read` gives."""
-    parts = {name: qarray_tensor_names(name, fields) for name, fields in descriptions.items()}
-    owned = {part for own in parts.values() for part in own}
-    leaves: dict[str, Any] = {name: read(name) for name in file.entries if name not in owned}
-    leaves |= {name: join_qarray(list(map(read, own)), descriptions[name]) for name, own in parts.items()}
-    return leaves | {name: jax.random.wrap_key_data(leaves[name], impl=kind) for name, kind in keys.items()}
-
-
 def _tensor_shardings(like_leaves: Mapping[str, Any]) -> dict[str, NamedSharding]:
     """The shardings of tensors, by the arrays of `like` that have one."""
     tensors: dict[str, Any] = {}
@@ -273,7 +263,7 @@ def _tensor_shardings(like_leaves: Mapping[str, Any]) -> dict[str, NamedSharding
             tensors |= {f"{name}.{_FACTORS}": leaf.input_factors}
             leaf = leaf.stored
         if not _is_random_key(leaf):
-            tensors |= qarray_tensors(name, leaf) if _is_qarray(leaf) else {name: leaf}
+            tensors |= qarray_tensors(name, leaf) if isinstance(leaf, QArray) else {name: leaf}
     return {name: where for name, leaf in tensors.items() if (where := named_sharding_of(leaf)) is not None}
 
 
@@ -411,10 +401,6 @@ def join_qarray(arrays: list[Any], fields: Mapping[str, Any]) -> QArray:
 # -- trees -------------------------------------------------------------------------------------------------------------
 
 
-def _is_qarray(node: Any) -> bool:
-    return isinstance(node, QArray)
-
-
 def _is_random_key(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
@@ -445,8 +431,7 @@ def _tensor_entry(name: str, leaf: Any) -> safetensors.TensorEntry:
 
 def _check_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
     """Metadata of the caller, which must be texts under other keys than jchop's."""
-    if metadata is not None and not isinstance(metadata, Mapping):
-        raise TypeError(f"metadata={metadata!r} must be a mapping from text to text")
+    check_instance("metadata", metadata, Mapping | None, "a mapping from text to text")
     for key, text in (metadata or {}).items():
         if not isinstance(key, str) or not isinstance(text, str):
             raise TypeError(f"metadata has the entry {key!r}: {text!r}; both must be text")

@@ -90,13 +90,12 @@ def psum(
     check_int("bucket", bucket, 0)
     wire, key = check_collective(axis_name, spec, key, x, algorithm, accumulate)
     backward = None if messages.types_track_axes(wire.axes) else _sum_pieces
+
+    def add(v: Array, k: Array | None) -> Array:
+        return _move_linearly(_sum_pieces, backward, wire, messages.vary_over(v, wire.axes), k)
+
     with jax_default_settings():
-        return messages.map_buckets(
-            x,
-            key,
-            lambda v, k: _move_linearly(_sum_pieces, backward, wire, messages.vary_over(v, wire.axes), k),
-            bucket if messages.quantizes_vectors(wire.spec) else None,
-        )
+        return messages.map_buckets(x, key, add, bucket if messages.quantizes_vectors(wire.spec) else None)
 
 
 def psum_scatter(
@@ -274,7 +273,10 @@ def ppermute(
         [8.0, 1.0, 2.0]
     """
     wire, key = check_collective(axis_name, spec, key, x)
-    pairs = _check_perm(perm, wire.axes.size)
+    last = wire.axes.size - 1
+    pairs = tuple((check_int("perm", a, 0, last), check_int("perm", b, 0, last)) for a, b in perm)
+    for ranks in zip(*pairs, strict=True):
+        check(len(set(ranks)) == len(ranks), f"perm={list(pairs)} has a rank twice as a source or as a target")
     inverse = tuple((target, source) for source, target in pairs)
 
     return _move_tree(wire, x, key, lambda _: (partial(_permute_array, pairs), partial(_permute_array, inverse)))
@@ -284,12 +286,7 @@ def ppermute(
 
 
 def check_collective(
-    axis_name: AxisName,
-    spec: SpecLike,
-    key: Any,
-    x: Any,
-    algorithm: Algorithm = TWO_SHOT,
-    accumulate: Accumulate = None,
+    axis_name: AxisName, spec: SpecLike, key: Any, x: Any, algorithm: Any = TWO_SHOT, accumulate: Accumulate = None
 ) -> tuple[Wire, Array | None]:
     """The static arguments of a collective, and its key if something draws."""
     spec = as_spec(spec, scaled=True)
@@ -329,13 +326,6 @@ def _check_piece_shape(wire: Wire, shape: tuple[int, ...], axis: int, tiled: boo
     piece_shape = (*shape[:axis], shape[axis] // count, *shape[axis + 1 :])
     messages.check_whole_groups(wire.spec, piece_shape, axis, count, name)
     return piece_shape
-
-
-def _check_perm(perm: Any, count: int) -> tuple[tuple[int, int], ...]:
-    pairs = tuple((check_int("perm", a, 0, count - 1), check_int("perm", b, 0, count - 1)) for a, b in perm)
-    for ranks in zip(*pairs, strict=True):
-        check(len(set(ranks)) == len(ranks), f"perm={list(pairs)} has a rank twice as a source or as a target")
-    return pairs
 
 
 # -- a collective and its derivative -----------------------------------------------------------------------------------
@@ -411,6 +401,7 @@ def _gather_pieces(axis: int, tiled: bool, wire: Wire, x: Array, key: Any) -> Ar
 
 
 def _exchange_pieces(split: int, concat: int, tiled: bool, wire: Wire, x: Array, key: Any) -> Array:
+    """An all_to_all whose pieces are rounded, sent as codes, and joined."""
     if wire.floats:
         return lax.all_to_all(x, wire.axes.name, split, concat, tiled=tiled)
     pieces = messages.split_axis(x, split, wire.axes.size, tiled)

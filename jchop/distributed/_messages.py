@@ -408,10 +408,8 @@ def gather_numbers(wire: Wire, piece: Array, key: Array | None, dtype: Any, *, t
 def encode_piece(wire: Wire, piece: Array, key: Array | None) -> QArray:
     """The codes of this rank's piece, before they are gathered."""
     check_draw_count(wire.spec, wire.axes.size, piece.size)
-    return move_leaves(
-        encode_messages(piece[None], wire.spec, fold_in_numbers(key, Phase.GATHER), wire.axes.rank[None]),
-        lambda leaf: leaf[0],
-    )
+    q = encode_messages(piece[None], wire.spec, fold_in_numbers(key, Phase.GATHER), wire.axes.rank[None])
+    return move_leaves(q, lambda leaf: leaf[0])
 
 
 def gather_codes(wire: Wire, q: QArray, *, to: str) -> QArray:

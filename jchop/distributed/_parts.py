@@ -153,6 +153,7 @@ class _ArrayPart:
 
 
 def _array_part(x: Array, key: Array | None, spec: Spec, axes: RankAxes, axis: int) -> _ArrayPart:
+    """A device's part of an array, with the axes along which groups share a scale with other devices."""
     x, axis = messages.vary_over(x, axes), collective_axis("axis", axis, x.ndim)
     messages.check_whole_groups(spec, x.shape, axis, axes.size, f"axis={axis}")
     if axis == x.ndim - 1 and packs_codes(spec.element) and x.shape[axis] * spec.element.bits % 8:
@@ -258,6 +259,7 @@ def _take_layer(tree: Any, entry: Any) -> Any:
 
 
 def _gather_leaf(leaf: Any, axes: RankAxes, axis: int) -> Any:
+    """A leaf gathered along an axis from its parts on all devices; of a packed one codes and scales."""
     dim = collective_axis("axis", axis, len(leaf.shape))
     if not isinstance(leaf, QArray):
         return messages.all_gather_over(leaf, axes, dim, tiled=True)

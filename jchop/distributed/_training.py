@@ -105,7 +105,6 @@ def psum_with_feedback(
         return FeedbackState(tuple(send_errors), tuple(sum_errors), start_key)
 
     def update(updates: Any, state: FeedbackState, params: Any = None, **extra: Any) -> tuple[Any, FeedbackState]:
-        del params, extra
         wire, step_key = check_collective(axis_name, spec, state.key, updates, accumulate=accumulate)
         errors = zip(state.sent, state.total, strict=True)
         new_errors: list[tuple[Array, Array]] = []

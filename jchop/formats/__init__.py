@@ -2,11 +2,10 @@
 
 from jchop.formats import _catalogue
 from jchop.formats._base import ElementFormat
+from jchop.formats._binary import FixedFormat, FloatFormat, IntegerFormat, UniformFormat
 from jchop.formats._catalogue import *  # noqa: F403
 from jchop.formats._catalogue import ALIASES, CATALOGUE
 from jchop.formats._codebook import CodebookFormat
-from jchop.formats._fixed import FixedFormat, IntegerFormat, UniformFormat
-from jchop.formats._float import FloatFormat
 from jchop.formats._tapered import HiFloat8Format, LogTakumFormat, PositFormat, StringFormat, TakumFormat, TaperedFormat
 from jchop.formats.scaled import catalogue as _scaled_catalogue
 from jchop.formats.scaled.catalogue import *  # noqa: F403

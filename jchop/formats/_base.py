@@ -176,56 +176,27 @@ class ElementFormat(FieldsRepr, abc.ABC):
         object.__setattr__(result, "name", name)
         return result
 
-    # -- properties that most kinds share ------------------------------------------------------------------------------
-    @property
-    def has_inf(self) -> bool:
-        """Whether F has infinities."""
-        return False
-
-    @property
-    def has_nan(self) -> bool:
-        """Whether F has a NaN code."""
-        return False
-
-    @property
-    def saturates(self) -> bool:
-        """Whether F has no result for overflow, so that numbers beyond its largest value become that value."""
-        return True
-
-    @property
-    def has_negative_zero(self) -> bool:
-        """Whether F distinguishes -0 from +0."""
-        return False
-
-    @property
-    def precision(self) -> int | None:
-        """Significand bits p, including the leading one; None if values have no fixed precision."""
-        return None
-
-    @property
-    def emin(self) -> int | None:
-        """Exponent of the smallest normal value; None if F has no exponent."""
-        return None
-
-    @property
-    def emax(self) -> int | None:
-        """Exponent of the largest finite value; None if F has no exponent."""
-        return None
-
-    @property
-    def smallest_normal(self) -> Number | None:
-        """Smallest positive value of full precision, 2^emin; None if F has no exponent."""
-        return None
-
-    @property
-    def smallest_subnormal(self) -> Number | None:
-        """Smallest positive subnormal value; None if F has none."""
-        return None
-
-    @property
-    def eps(self) -> Number | None:
-        """Distance from 1 to the next value, 2^(1-p); None if F has no fixed precision."""
-        return None
+    # -- facts that most kinds share ------------------------------------------------------------------------------
+    #: Whether F has infinities.
+    has_inf: bool = False
+    #: Whether F has a NaN code.
+    has_nan: bool = False
+    #: Whether F has no result for overflow, so that numbers beyond its largest value become that value.
+    saturates: bool = True
+    #: Whether F distinguishes -0 from +0.
+    has_negative_zero: bool = False
+    #: Significand bits p, including the leading one; None if values have no fixed precision.
+    precision: int | None = None
+    #: Exponent of the smallest normal value; None if F has no exponent.
+    emin: int | None = None
+    #: Exponent of the largest finite value; None if F has no exponent.
+    emax: int | None = None
+    #: Smallest positive value of full precision, 2^emin; None if F has no exponent.
+    smallest_normal: Number | None = None
+    #: Smallest positive subnormal value; None if F has none.
+    smallest_subnormal: Number | None = None
+    #: Distance from 1 to the next value, 2^(1-p); None if F has no fixed precision.
+    eps: Number | None = None
 
     @property
     def unit_roundoff(self) -> Number | None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from jchop._common.checks import check_bool, check_int
-from jchop.formats._float import FloatFormat
+from jchop.formats._binary import FloatFormat
 
 #: IEEE 754-2019 binary16.
 binary16 = FloatFormat(5, 10).named("binary16")

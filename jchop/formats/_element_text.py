@@ -10,10 +10,9 @@ from typing import Any
 
 from jchop._common.checks import close_names_hint, quote, split_outside_brackets
 from jchop.formats._base import ElementFormat
+from jchop.formats._binary import FLOAT_OPTIONS, FixedFormat, FloatFormat, IntegerFormat
 from jchop.formats._catalogue import ALIASES, CATALOGUE, p3109
 from jchop.formats._codebook import CodebookFormat
-from jchop.formats._fixed import FixedFormat, IntegerFormat
-from jchop.formats._float import FLOAT_OPTIONS, FloatFormat
 from jchop.formats._tapered import HiFloat8Format, LogTakumFormat, PositFormat, TakumFormat
 from jchop.formats.rounding import ROUNDING_ALIASES, Overflow, Rounding
 

@@ -34,15 +34,7 @@ class TaperedFormat(ElementFormat):
         """Smallest (most negative) finite value."""
         return -self.max
 
-    @property
-    def has_nan(self) -> bool:
-        """Whether F has a NaN code."""
-        return True
-
-    @property
-    def saturates(self) -> bool:
-        """False: F has a result for overflow, or for an infinity."""
-        return False
+    has_nan, saturates = True, False
 
     @property
     def emax(self) -> int:
@@ -363,12 +355,12 @@ def log_takum_thresholds(bits: int) -> np.ndarray:
 
 
 def sqrt_e_power(l: Fraction) -> int:  # noqa: E741
-    """floor(e^(l/2) 2^UNIT), or one less."""
+    """The power e^(l/2) as an integer, in units of 2^-POWER_BITS: rounded down, or one less."""
     return _fixed_point_power(l, POWER_BITS)
 
 
 def _log_takum_power(bits: int, code: int) -> tuple[int, int]:
-    """e^(l/2) of a positive code as an integer and its unit, 2^-unit."""
+    """The value e^(l/2) of a positive code, as an integer `power` and `unit`: power 2^-unit."""
     whole, part = takum_fields(f"{code:0{bits - 1}b}")
     return _fixed_point_power(Fraction(whole), POWER_BITS) * _fixed_point_power(
         part, _FRACTION_POWER_BITS

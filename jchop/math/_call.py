@@ -21,7 +21,7 @@ from jchop._emulate.rules.functions import FUNCTIONS, NamedFunction
 from jchop._emulate.rules.rules import ArithmeticChoice, Settings
 from jchop._emulate.rules.trace import trace_program
 from jchop._program.bind import straight_through
-from jchop._program.seeds import Seeds
+from jchop._program.step import Seeds
 from jchop._round.arguments import Array, Key, as_array, as_operands, carrier_of_dtype, rounding_key, run_on_operands
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.accumulation import MatmulSpec, as_matmul_spec
@@ -29,7 +29,7 @@ from jchop._spec.spec import Gradient, Spec, SpecLike, as_spec
 from jchop.formats.rounding import Rounding
 
 #: Axes; None means all.
-AxisArgument = int | Sequence[int] | None
+Axes = int | Sequence[int] | None
 #: The same, counted from 0.
 AxisIndices = tuple[int, ...]
 
@@ -89,6 +89,7 @@ def run_emulated(
 def _traced_call(
     function: Any, options: Any, spec: Spec | MatmulSpec, own: NamedFunction | None, *operands_and_key: Any
 ) -> Any:
+    """A function of JAX emulated under a spec; its operands are rounded first, and their gradient rule holds."""
     *operands, key = operands_and_key
     function, sums = partial(function, **dict(options)), spec if isinstance(spec, MatmulSpec) else None
     rounding = spec.operands if isinstance(spec, MatmulSpec) else spec
@@ -188,16 +189,11 @@ def as_sum_spec(value: Any) -> MatmulSpec:
 
 
 def run_sums(
-    function: Callable[..., Any],
-    spec: MatmulSpec,
-    arrays: Sequence[Any],
-    key: Any,
-    rounds_more: str = "",
-    **options: Any,
+    function: Callable[..., Any], spec: MatmulSpec, arrays: Sequence[Any], key: Any, more: str = "", **options: Any
 ) -> Any:
-    """`run_emulated` of a function with sums, checked; it also rounds other results as the fields `rounds_more` say."""
+    """`run_emulated` of a function with sums, checked; it also rounds other results as the fields `more` say."""
     check_matmul(spec, arrays[0].dtype)
-    for name in rounds_more.split():
+    for name in more.split():
         check_operation(getattr(spec, name), arrays[0].dtype, name)
     return run_emulated(function, spec, arrays, key, **options)
 

@@ -13,8 +13,7 @@ import numpy as np
 from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
-from jchop._common import bit_ops
-from jchop._common.bit_ops import CARRIERS, FLOAT32, in_auto_mesh
+from jchop._common.bit_ops import CARRIERS, FLOAT32, in_auto_mesh, split_sign
 from jchop._common.checks import as_numpy, check, check_bool, check_choice, check_float, keyword_hints
 from jchop._common.gradients import CustomJvp
 from jchop._common.settings import always_jit, split_prng_key
@@ -127,6 +126,7 @@ def _traced_matmul(a: Array, b: Array, key: Key, *, spec: MatmulSpec, impl: str,
 
 
 def _matmul_of_any_shape(a: Array, b: Array, key: Key, *, spec: MatmulSpec, impl: str, trace: bool) -> Array:
+    """The product of arrays as NumPy's matmul has it, in the order of a MatmulSpec, with random words of `key`."""
     keys = None if key is None else split_prng_key(key, 4)
     x, y = a[None] if a.ndim == 1 else a, b[:, None] if b.ndim == 1 else b
     draws = spec_draws(spec.product) or spec_draws(spec.accumulate)
@@ -356,7 +356,7 @@ def _as_float32_pair(name: str, value: tuple) -> tuple[Any, Any]:
 
 @partial(always_jit, static_argnames=("count",), inline=True)
 def _traced_product_by_slices(*parts_and_key: Any, count: int) -> Any:
-    """Of two arrays, or of the parts of two pairs; there is no key."""
+    """The product of two arrays, or of two pairs as a pair, by slices of digits; the last argument, a key, is None."""
     parts = tuple(map(jnp.asarray, parts_and_key[:-1]))
     half = len(parts) // 2
     product = _product_by_slices(parts[:half], parts[half:], count)
@@ -379,6 +379,7 @@ def _product_by_slices(a: tuple[Array, ...], b: tuple[Array, ...], count: int) -
 
 @partial(_product_by_slices.defjvp, symbolic_zeros=True)
 def _product_by_slices_jvp(count: int, primals: tuple, tangents: tuple) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """The product and its tangent, da b + a db, from the first arrays of the sums."""
     (a, b), (da, db) = primals, tangents
     out = _product_by_slices(a, b, count)
     tangent = _sum_of_products(*((d, b[0]) for d in da), *((a[0], d) for d in db))
@@ -406,7 +407,7 @@ def _with_infinities_and_nan(total: tuple[Array, ...], a: Array, b: Array) -> tu
 
 
 def _sign_inf_nan_zero(x: Array) -> tuple[Array, ...]:
-    """As int8: signs, 0 for NaN; signs of infinities alone; 1 for NaN; 1 for zero."""
+    """Four arrays of int8: signs, 0 for NaN; signs of infinities alone; 1 for NaN; 1 for zero."""
     sign = jnp.where(jnp.isnan(x), 0, jnp.sign(x)).astype(jnp.int8)
     return sign, sign * jnp.isinf(x), jnp.isnan(x).astype(jnp.int8), (x == 0).astype(jnp.int8)
 
@@ -418,7 +419,7 @@ def _slice_digits(x: tuple[Array, ...], axis: int, count: int) -> tuple[Array, A
     """
     carrier = CARRIERS[x[0].dtype.name]
     x = tuple(jnp.where(jnp.isfinite(part), part, 0) for part in x)
-    magnitude = bit_ops.split_sign(x[0], carrier)[1].max(axis, keepdims=True, initial=0)
+    magnitude = split_sign(x[0], carrier)[1].max(axis, keepdims=True, initial=0)
     # The least e with |x| < (1 - 2^-8) 2^e, so that no first digit is 128.
     upper = magnitude + (1 << (carrier.fraction - _SLICE_BITS))
     exponent = jnp.where(magnitude == 0, 0, (upper >> carrier.fraction) - carrier.bias + 1).astype(jnp.int32)

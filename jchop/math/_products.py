@@ -377,6 +377,7 @@ def _einsum_of_one(x: Array, *, term: str, result: str) -> Array:
 
 
 def _contract_in_pairs(*arrays: Array, terms: tuple[str, ...], result: str, path: _ContractionPath) -> Array:
+    """The einsum of arrays, two at a time along `path`; `terms` are the letters of their axes."""
     remaining = list(zip(terms, arrays, strict=True))
     for step_index, places in enumerate(path):
         (left, a), (right, b) = (remaining[place] for place in places)
@@ -390,6 +391,7 @@ def _contract_in_pairs(*arrays: Array, terms: tuple[str, ...], result: str, path
 
 
 def _contract_pair(terms: tuple[str, str], result: str, a: Array, b: Array) -> Array:
+    """The einsum of two arrays as one dot_general: shared letters of the result are batch axes."""
     (x, left), (y, right) = _take_diagonals(a, terms[0]), _take_diagonals(b, terms[1])
     sizes = dict(zip(left + right, x.shape + y.shape, strict=True))
     contracting = [letter for letter in dict.fromkeys(left + right) if letter not in result]

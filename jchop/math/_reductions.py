@@ -18,7 +18,7 @@ from jchop._round.arguments import Array, Key, as_array, as_operands
 from jchop._spec.accumulation import MatmulSpec, SumSpecLike, as_matmul_spec
 from jchop._spec.spec import SpecLike
 from jchop.math._call import (
-    AxisArgument,
+    Axes,
     AxisIndices,
     as_axis_indices,
     as_mask_operands,
@@ -41,7 +41,7 @@ def sum(
     spec: SumSpecLike,
     key: Key = None,
     *,
-    axis: AxisArgument = None,
+    axis: Axes = None,
     keepdims: bool = False,
     where: Any = None,
     initial: Any = None,
@@ -79,7 +79,7 @@ def sum(
 
 
 def mean(
-    x: Any, spec: SumSpecLike, key: Key = None, *, axis: AxisArgument = None, keepdims: bool = False, where: Any = None
+    x: Any, spec: SumSpecLike, key: Key = None, *, axis: Axes = None, keepdims: bool = False, where: Any = None
 ) -> Any:
     """The sum of elements as in `jchop.math.sum`, divided by their number n; the quotient is rounded once.
 
@@ -112,7 +112,7 @@ def var(
     spec: SumSpecLike,
     key: Key = None,
     *,
-    axis: AxisArgument = None,
+    axis: Axes = None,
     ddof: int = 0,
     keepdims: bool = False,
     where: Any = None,
@@ -152,7 +152,7 @@ def std(
     spec: SumSpecLike,
     key: Key = None,
     *,
-    axis: AxisArgument = None,
+    axis: Axes = None,
     ddof: int = 0,
     keepdims: bool = False,
     where: Any = None,
@@ -183,13 +183,7 @@ def std(
 
 
 def norm(
-    x: Any,
-    spec: SumSpecLike,
-    key: Key = None,
-    *,
-    ord: float | None = None,
-    axis: AxisArgument = None,
-    keepdims: bool = False,
+    x: Any, spec: SumSpecLike, key: Key = None, *, ord: float | None = None, axis: Axes = None, keepdims: bool = False
 ) -> Any:
     """A norm of vectors: ``√(Σ x_k²)``, ``Σ |x_k|`` or ``max |x_k|``, every operation rounded, without scaling.
 
@@ -222,7 +216,7 @@ def norm(
     return _run_reduction(_VECTOR_NORMS[ord], x, mspec, key, axis, keepdims)
 
 
-def softmax(x: Any, spec: SumSpecLike, key: Key = None, *, axis: AxisArgument = -1, where: Any = None) -> Any:
+def softmax(x: Any, spec: SumSpecLike, key: Key = None, *, axis: Axes = -1, where: Any = None) -> Any:
     """e^x / Σ e^x along an axis, as `jax.nn.softmax`, every operation rounded.
 
     Let m be the largest element, which is exact. Then d_k = x_k - m and e_k = e^(d_k) are rounded to
@@ -253,7 +247,7 @@ def softmax(x: Any, spec: SumSpecLike, key: Key = None, *, axis: AxisArgument = 
 
 
 def logsumexp(
-    x: Any, spec: SumSpecLike, key: Key = None, *, axis: AxisArgument = None, keepdims: bool = False, where: Any = None
+    x: Any, spec: SumSpecLike, key: Key = None, *, axis: Axes = None, keepdims: bool = False, where: Any = None
 ) -> Any:
     """The logarithm of Σ e^x along axes, as `jax.nn.logsumexp`, every operation rounded.
 
@@ -286,17 +280,10 @@ def logsumexp(
 
 
 def _run_reduction(
-    function: Callable[..., Array],
-    x: Any,
-    spec: MatmulSpec,
-    key: Any,
-    axis: AxisArgument,
-    keepdims: bool,
-    where: Any = None,
-    initial: Any = None,
-    **options: Any,
+    function: Any, x: Any, spec: MatmulSpec, key: Any, axis: Axes, keepdims: bool, *masked: Any, **options: Any
 ) -> Any:
-    arrays, axes, mask = _reduction_operands(x, axis, keepdims, where, initial)
+    """A sum, or a function made of sums, over axes of `x`, in an emulated order."""
+    arrays, axes, mask = _reduction_operands(x, axis, keepdims, *masked)
     count = math.prod(arrays[0].shape[a] for a in axes)
     if function in (_mean, _variance, _deviation):
         _check_count(count, options.get("ddof", 0), bool(mask), arrays[0].dtype)
@@ -309,7 +296,7 @@ def _run_reduction(
 
 
 def _reduction_operands(
-    x: Any, axis: AxisArgument, keepdims: bool, where: Any, initial: Any
+    x: Any, axis: Axes, keepdims: bool, where: Any = None, initial: Any = None
 ) -> tuple[list[Any], AxisIndices, tuple[Any, ...]]:
     """`x`, and `initial` if it is given, of one dtype; the axes; and the mask if there is one."""
     check_bool("keepdims", keepdims)
@@ -357,6 +344,7 @@ def _with_first(x: Array, first: Array, axes: AxisIndices) -> Array:
 
 
 def _masked(x: Array, mask: tuple[Array, ...], other: Any = 0) -> Array:
+    """The numbers, with `other` where a mask is False."""
     return jnp.where(mask[0], x, jnp.asarray(other, x.dtype)) if mask else x
 
 
@@ -452,7 +440,7 @@ def prod(
     spec: SpecLike,
     key: Key = None,
     *,
-    axis: AxisArgument = None,
+    axis: Axes = None,
     keepdims: bool = False,
     where: Any = None,
     initial: Any = None,
@@ -548,6 +536,7 @@ def _run_recurrence(
 
 
 def _product(x: Array, *more: Array, axes: AxisIndices, keepdims: bool, has_initial: bool) -> Array:
+    """The product over axes of `x`, after an initial value, without the numbers that a mask leaves out."""
     mask = tuple(_rows(jnp.broadcast_to(v, x.shape), axes) for v in more[has_initial:])
     rows = _with_first(x, more[0], axes) if has_initial else _rows(x, axes)
     if not mask:
@@ -573,7 +562,7 @@ def max(
     spec: SpecLike,
     key: Key = None,
     *,
-    axis: AxisArgument = None,
+    axis: Axes = None,
     keepdims: bool = False,
     where: Any = None,
     initial: Any = None,
@@ -613,7 +602,7 @@ def min(
     spec: SpecLike,
     key: Key = None,
     *,
-    axis: AxisArgument = None,
+    axis: Axes = None,
     keepdims: bool = False,
     where: Any = None,
     initial: Any = None,

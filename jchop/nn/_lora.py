@@ -247,7 +247,7 @@ def load_lora(
     matrices = {path: layout for path, layout in layouts.items() if isinstance(layout, MatrixLayout)}
     paths = {name: own for own in matrices for name in whole.names(own)}
     adapters = {}
-    for name, (a, b, rule) in read_adapters(path, paths, lambda name: matrices[paths[name]].matrices[1:]).items():
+    for name, (a, b, rule) in read_adapters(path, paths, lambda name: matrices[paths[name]].matrix_shape[1:]).items():
         own = paths[name]
         (value, _, placement), layout = whole.targets[own], matrices[own]
         check(value.ndim == len(layout.shape), f"{path}: {own!r} is a stack, which a file of PEFT has not")
@@ -333,6 +333,7 @@ def _adapt_param(
     rule: LoraRule, path: str, target: AdapterTarget, original: tuple[Any, Any] | None,
     draw: Callable[[int], Array],
 ) -> AdaptedParam:  # fmt: skip
+    """The parameter of a target with a new adapter; `original` is its value before it was packed, with its layout."""
     (value, layout, placement), what = target, f"the parameter {path!r}, by {rule}"
     if isinstance(layout, str):
         raise ValueError(f"{what}: {layout}; exclude it with '!{path}'")
@@ -348,6 +349,7 @@ def _adapt_param(
 
 
 def _merge_param(path: str, leaf: AdaptedParam, requantize: bool) -> Any:
+    """A parameter with its adapter added, W + factor A B, layer by layer of a stack; packed again if `requantize`."""
     own, layout, base = leaf.adapter, leaf.adapter.layout, leaf.base
     _check_repackable(f"the parameter {path!r}", base, own.placement)
 

@@ -41,7 +41,7 @@ WideParam = tuple[str, tuple[int, ...], str]
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One layer.
+    """A row of a report: one layer of a model.
 
     Args:
         path: its path in the model.
@@ -267,6 +267,7 @@ def report(
 
 
 def _nnx_layer_row(decision: NnxLayerRule, under_rules: bool, platform: str | None) -> LayerRow:
+    """The row of a layer: its rule, its roundings, and its bytes before and after."""
     entry, kind, _, matching_rule, rule = decision
     (path, *also), layer = entry.paths, entry.module
     name, params = type(layer).__name__, entry_parameters(entry)

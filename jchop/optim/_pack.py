@@ -302,7 +302,7 @@ def require_plan(skips: Mapping[str, Any], leaves: _PathsAndLeaves, rules: State
 
 @dataclass(frozen=True)
 class StateRow:
-    """One array of a state.
+    """A row of a report: one array of an optimizer's state.
 
     Args:
         path: its path in the state, as ``inner_state.0.mu.kernel``.

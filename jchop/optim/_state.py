@@ -111,6 +111,7 @@ def plan_chunks(updates: Any, state: Any, count: int) -> Chunks | None:
 
 
 def _is_divisible(leaf: Any, count: int) -> bool:
+    """Whether an array of the state can be cut into `count` chunks along its first axis without cutting groups."""
     shape = tuple(leaf.shape)
     if not shape or not shape[0] or shape[0] % count or math.prod(shape) >= _MOST_CHUNK_ELEMENTS:
         return False

@@ -10,11 +10,7 @@ from jchop._common.on_demand import on_demand
 from jchop.plot._charts import dot_plot, pareto
 from jchop.plot._formats import code_histogram, rounding_error, value_grid
 
-__getattr__, __dir__ = on_demand(
-    __name__,
-    (),
-    {},
-    dict.fromkeys(("report", "blame", "tune", "sensitivity", "calibration"), "found.plot(), a method of the report"),
-)
+_REPORTS = ("report", "blame", "tune", "sensitivity", "calibration")
+__getattr__, __dir__ = on_demand(__name__, elsewhere=dict.fromkeys(_REPORTS, "found.plot(), a method of the report"))
 
 __all__ = ["code_histogram", "dot_plot", "pareto", "rounding_error", "value_grid"]

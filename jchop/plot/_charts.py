@@ -21,14 +21,14 @@ BLUE, ORANGE, INK, RED = "#31688e", "#d95f02", "#333333", "#b2182b"
 BAR_COLOURS = (BLUE, ORANGE, RED, "#7b3294")
 
 
-def new_figure(width: float, height: float, title: str, size: float = 15) -> Figure:
-    """An empty figure with a title; sizes are in inches and points."""
+def new_figure(width: float, height: float, title: str, *grid: int, size: float = 15, **how: Any) -> tuple[Figure, Any]:
+    """An empty figure with a title, and its axes: one, or a grid of them. Sizes are in inches and points."""
     require_extra("jchop.plot", "plot", ("matplotlib",))
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     figure.suptitle(title, fontsize=size, fontweight="bold", color=INK)
-    return figure
+    return figure, figure.subplots(*grid, **how)
 
 
 def element_format_of(fmt: ElementFormat | str, most_bits: int = 16) -> ElementFormat:
@@ -125,8 +125,8 @@ def dot_plot(
     """
     for name, numbers in values.items():
         check(len(numbers) == len(rows), f"values: {name!r} has {len(numbers)} numbers, and rows has {len(rows)}")
-    figure = new_figure(10, 1.8 + 0.32 * len(rows), title)
-    axes, places = figure.subplots(), np.arange(len(rows))
+    figure, axes = new_figure(10, 1.8 + 0.32 * len(rows), title)
+    places = np.arange(len(rows))
     table = np.asarray(list(values.values()), np.float64)
     finite = np.isfinite(table)
     right = 1.5 * max(1.0, np.max(table, initial=0.0, where=finite))
@@ -189,8 +189,7 @@ def pareto(
     bottom, top = _axis_ends(y[on_axis], log)
     good, bad = (top, bottom) if higher_is_better else (bottom, top)
     y = np.where(on_axis, y, np.where(exact, good, bad))
-    figure = new_figure(10, max(4.2, 1.6 + 0.24 * len(names)), title, size=14)
-    axes = figure.subplots()
+    figure, axes = new_figure(10, max(4.2, 1.6 + 0.24 * len(names)), title, size=14)
     axes.set(yscale="log" if log else "linear", ylim=(bottom, top))
     left, right = float(x.min()), float(x.max())
     span = (right - left) or 1.0

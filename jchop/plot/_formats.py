@@ -62,8 +62,8 @@ def _detailed_grid(fmt: ElementFormat, title: str | None) -> Figure:
     check(rows, f"formats={fmt} has no value but zero: nothing to draw on a logarithmic axis")
     low, high = f"{float(fmt.min):.6g}", f"{float(fmt.max):.6g}"
     facts = f"{format_label(fmt)}: {fmt.bits} bits, {values.size} finite values from {low} to {high}"
-    figure = new_figure(10, 4.8, facts if title is None else title, size=13)
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(1.1, 1.3))
+    how = {"sharex": True, "height_ratios": (1.1, 1.3)}
+    figure, (upper, lower) = new_figure(10, 4.8, facts if title is None else title, 2, 1, size=13, **how)
     _draw_rug(upper, fmt, rows)
     _draw_relative_error(lower, fmt, max(rows.values(), key=len))
     lower.set_xlabel("magnitude of the value (logarithmic, base 2)", fontsize=10)
@@ -84,11 +84,8 @@ def _draw_rug(axes: Axes, fmt: ElementFormat, rows: dict[str, np.ndarray]) -> No
         width = float(np.clip(300 / len(row), 0.2, 1.4))
         for magnitudes, colour in ((row[row < normal], ORANGE), (row[row >= normal], BLUE)):
             axes.vlines(magnitudes, height + 0.1, height + 0.9, color=colour, linewidth=width)
-    axes.set_xscale("log", base=2)
-    axes.set_yticks([height + 0.5 for height in range(len(rows))], list(reversed(rows)), fontsize=9)
     axes.set_ylim(0, len(rows) * 2.0)
-    axes.tick_params(axis="y", length=0)
-    draw_frame(axes, "left", grid=False)
+    _label_rows(axes, np.arange(len(rows)) + 0.5, list(reversed(rows)))
     _draw_marks(axes, _landmarks(fmt, max(rows.values(), key=len)), len(rows))
 
 
@@ -170,17 +167,21 @@ def _grid_of_rows(elements: Sequence[ElementFormat], title: str | None) -> Figur
         values = _drawable_values("formats: ", fmt)
         check((values > 0).any(), f"formats: {fmt} has no positive value to draw")
         rows.append(values[values > 0])
-    figure = new_figure(10, 1.5 + 0.55 * len(rows), "Values of formats" if title is None else title, size=13)
-    axes = figure.subplots()
+    figure, axes = new_figure(10, 1.5 + 0.55 * len(rows), "Values of formats" if title is None else title, size=13)
     for row, values in enumerate(rows):
         width = float(np.clip(200 / len(values), 0.2, 1.6))
         axes.vlines(values, row - 0.38, row + 0.38, color=BAR_COLOURS[row % len(BAR_COLOURS)], linewidth=width)
-    axes.set_xscale("log", base=2)
-    axes.set_yticks(range(len(rows)), [f"{format_label(fmt)}\n{fmt.bits} bits" for fmt in elements], fontsize=9)
     axes.set(ylim=(len(rows) - 0.5, -0.5), xlabel="positive values (logarithmic, base 2)")
+    _label_rows(axes, range(len(rows)), [f"{format_label(fmt)}\n{fmt.bits} bits" for fmt in elements])
+    return figure
+
+
+def _label_rows(axes: Axes, places: Sequence[float] | np.ndarray, names: Sequence[str]) -> None:
+    """Names of rows of values along a logarithmic axis."""
+    axes.set_xscale("log", base=2)
+    axes.set_yticks(places, names, fontsize=9)
     axes.tick_params(axis="y", length=0)
     draw_frame(axes, "left", grid=False)
-    return figure
 
 
 def _drawable_values(name: str, fmt: ElementFormat) -> np.ndarray:
@@ -230,8 +231,7 @@ def rounding_error(
     count = check_int("points", points, 2, _MAX_POINTS)
     logarithmic = start > 0
     x = np.geomspace(start, stop, count) if logarithmic else np.linspace(start, stop, count)
-    figure = new_figure(10, 4.2, title, size=13)
-    axes = figure.subplots()
+    figure, axes = new_figure(10, 4.2, title, size=13)
     for i, spec in enumerate(spec_list):
         colour = BAR_COLOURS[i % len(BAR_COLOURS)]
         axes.plot(x, _error_curve(x, spec, relative), color=colour, linewidth=1.0, label=str(spec))
@@ -282,8 +282,7 @@ def code_histogram(x: Any, fmt: ElementFormat | str, *, title: str | None = None
     counts = np.bincount(np.searchsorted(values, results), minlength=values.size)
     values_in_use = np.count_nonzero(counts)
     text = f"{format_label(element)}: {numbers.size:,} numbers, {values_in_use} of {values.size} values in use"
-    figure = new_figure(10, 3.8, text if title is None else title, size=13)
-    axes = figure.subplots()
+    figure, axes = new_figure(10, 3.8, text if title is None else title, size=13)
     colours = [RED if i in (0, values.size - 1) else BLUE for i in range(values.size)]
     axes.bar(range(values.size), counts, 0.9, color=colours)
     ticks = np.unique(np.linspace(0, values.size - 1, min(values.size, 16)).round().astype(int))

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from jchop._insight.reports.blame import Blame, BlameRow
-    from jchop._insight.reports.lines import Ranges
-    from jchop._insight.reports.report import Report, ReportRow
+    from jchop._insight.reports.report import Ranges, Report, ReportRow
 
 #: The rows of a blame with a bar of their own.
 _MOST_BLAME_BARS = 16
@@ -35,8 +34,8 @@ def draw_report(seen: Report, title: str) -> Figure:
     rows = seen.rows
     if not seen.traced or not rows:
         raise ValueError("a picture needs values: low.report(x, trace_values=True), of a program with operations")
-    figure = new_figure(10, 1.9 + 0.68 * len(rows), title)
-    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    how = {"sharey": True, "width_ratios": (3, 2)}
+    figure, (left, right) = new_figure(10, 1.9 + 0.68 * len(rows), title, 1, 2, **how)
     _draw_errors(left, rows)
     _draw_losses(right, rows)
     names = [_operation_label(row, row.spec + (f", sums {row.sums}" if row.sums else "")) for row in rows]
@@ -86,15 +85,14 @@ def draw_blame(seen: Blame, title: str) -> Figure:
     names = [_operation_label(row, row.spec) for row in top_rows] + ([f"{len(tail)} more rows"] if tail else [])
     values = [row.contribution for row in top_rows] + ([math.fsum(row.contribution for row in tail)] if tail else [])
     turns = [row for row in top_rows if len(row.turns) > 1]
-    figure = new_figure(14 if turns else 9, 1.9 + 0.62 * len(names), title)
-    panels = np.ravel(figure.subplots(1, 2 if turns else 1))
-    axes = panels[0]
+    columns = 2 if turns else 1
+    figure, ((axes, *others),) = new_figure(4 + 5 * columns, 1.9 + 0.62 * len(names), title, 1, columns, squeeze=False)
     _draw_named_bars(axes, names, values, [f"{value:.2g}" for value in values])
     axes.axvline(0, color=INK, linewidth=0.8)
     axes.margins(x=0.18)
     axes.set_xlabel(f"contribution to the error, which is {seen.error:.3g}")
-    if turns:
-        _draw_iterations(panels[1], turns)
+    for panel in others:
+        _draw_iterations(panel, turns)
     return figure
 
 
@@ -110,8 +108,7 @@ def draw_ranges(seen: Ranges, title: str) -> Figure:
     for i, row in enumerate(rows):
         for exponent, count in row.exponents:
             counts[i, exponent - least] = count / row.numbers
-    figure = new_figure(10, 1.9 + 0.5 * len(rows), title)
-    axes = figure.subplots()
+    figure, axes = new_figure(10, 1.9 + 0.5 * len(rows), title)
     shown = np.ma.masked_equal(np.sqrt(counts), 0)
     axes.imshow(shown, cmap="Blues", aspect="auto", vmin=-0.2, vmax=1, extent=(least - 0.5, most + 0.5, len(rows), 0))
     for i, row in enumerate(rows):
@@ -148,8 +145,7 @@ def _draw_iterations(axes: Axes, rows: Sequence[BlameRow]) -> None:
 def draw_tuning(seen: Any, title: str) -> Figure:
     """The bits of each site as bars, with the name of its format, and the front of cost and error."""
     rows = seen.rows
-    figure = new_figure(14, max(4.0, 1.9 + 0.45 * len(rows)), title)
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = new_figure(14, max(4.0, 1.9 + 0.45 * len(rows)), title, 1, 2)
     _draw_named_bars(left, *([getattr(row, name) for row in rows] for name in ("path", "bits", "spec")))
     left.margins(x=0.25)
     left.set_xlabel("bits of a result")
@@ -184,8 +180,7 @@ def draw_calibration(seen: Any, title: str) -> Figure:
     """
     rows = [row for row in seen.weights if not math.isnan(row.before)]
     check(rows, "the report has no weight whose product was looked at")
-    figure = new_figure(9, 1.6 + 0.5 * len(rows), title)
-    axes = figure.subplots()
+    figure, axes = new_figure(9, 1.6 + 0.5 * len(rows), title)
     bars = {"each element to nearest": [r.before for r in rows], "as rounded": [r.after for r in rows]}
     finite = [value for values in bars.values() for value in values if math.isfinite(value)]
     low, high = min(0.0, *finite, 0.0), max(1.0, *finite, 1.0)
@@ -210,8 +205,7 @@ def draw_sensitivity(seen: Any, title: str) -> Figure:
     """
     rows, formats = seen.rows, seen.formats
     paths = list(dict.fromkeys(row.path for row in rows))
-    figure = new_figure(9, 1.9 + 0.34 * len(paths), title)
-    axes = figure.subplots()
+    figure, axes = new_figure(9, 1.9 + 0.34 * len(paths), title)
     for name in formats:
         ratios = {row.path: row.snr for row in rows if row.format == name}
         values = [ratios[path] if math.isfinite(ratios[path]) else math.nan for path in paths]

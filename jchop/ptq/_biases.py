@@ -46,7 +46,7 @@ class BiasSite:
         indexes = np.meshgrid(*map(np.arange, layout.shape), indexing="ij", copy=False)  # views of one axis each
         result_indexes = list(map(layout.results, indexes))
         strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
-        bias_indexes = np.zeros((layout.matrices[0], layout.matrices[2]), np.int64)
+        bias_indexes = np.zeros((layout.matrix_shape[0], layout.matrix_shape[2]), np.int64)
         for weight_factors, bias_factors in self.axes:
             position = np.zeros_like(bias_indexes)
             for factor in weight_factors:
@@ -130,8 +130,8 @@ class _BiasSearch(ProgramWalk):
         self._uses |= Counter(v for v in reads if not hasattr(v, "val"))
         return plan.steps
 
-    def _followed(self, variables: Sequence[Any], terms: Sequence[_ProductTerms]) -> list[_ProductTerms]:
-        """The terms of variables; a sum that has several uses is not followed."""
+    def _terms_of(self, variables: Sequence[Any], terms: Sequence[_ProductTerms]) -> list[_ProductTerms]:
+        """The terms that each variable brings to its use; a sum that has several uses brings none."""
         return [
             tuple(term for term in known if self._uses[v] == 1 or not term.has_other_terms)
             for v, known in zip(variables, terms, strict=True)
@@ -139,21 +139,22 @@ class _BiasSearch(ProgramWalk):
 
     def control(self, step: Any, seeds: Any, args: list[_ProductTerms]) -> list[_ProductTerms]:
         """A step that holds programs."""
-        outs = super().control(step, seeds, self._followed(step.eqn.invars, args))
-        return self._followed(step.inner[-1].jaxpr.outvars, outs) if any(outs) else outs
+        outs = super().control(step, seeds, self._terms_of(step.eqn.invars, args))
+        return self._terms_of(step.inner[-1].jaxpr.outvars, outs) if any(outs) else outs
 
-    def _meet(self, leaf: int) -> None:
+    def _set_loops(self, leaf: int) -> None:
+        """Notes the loops that run over a parameter where it is now."""
         self.loops[leaf] = tuple(map(id, self.loops_over.get(leaf, ())))
 
     def run(self, part: Any, seeds: Any, args: list[_ProductTerms]) -> list[_ProductTerms]:
-        """One equation."""
-        terms, outvars = self._followed(part.eqn.invars, args), part.eqn.outvars
+        """The product terms of the results: a product with one site starts a term, moves keep it, `_sum` adds terms."""
+        terms, outvars = self._terms_of(part.eqn.invars, args), part.eqn.outvars
         nothing: list[_ProductTerms] = [()] * len(outvars)
         if id(part) in self.sites.of_step:
             side, sites = self.sites.of_step[id(part)]
             for site in sites:
                 self.products[site.leaf] += 1
-                self._meet(site.leaf)
+                self._set_loops(site.leaf)
             if len(sites) != 1:
                 return nothing
             axes = _axes_of_result(part.product, side, sites[0].view, part.eqn)
@@ -178,7 +179,7 @@ class _BiasSearch(ProgramWalk):
             return [tuple(sum_terms)]
         for term in (*operand_terms[0], *operand_terms[1]) if len(parameter_origins[0]) == 1 else ():
             (bias,) = parameter_origins[0]
-            self._meet(bias.leaf)
+            self._set_loops(bias.leaf)
             bias_sum = _BiasSum(term.weight, bias, term.sign * signs[0] * signs[1], shape)
             self.sums.setdefault(term.weight.leaf, []).append(bias_sum)
         return [()]

@@ -117,10 +117,10 @@ class _CalibrationJob:
         self.steps, self.journal, self.tell = replace(steps, sweep=None, biases=None), None, None
         self._round_stages(parts, lambda _: sums)
         self.steps, self.journal, self.tell, self.rows, self.passes = steps, journal, tell, [], self.passes - len(parts)
-        packed = {i: self.low_leaves.get(i, self.leaves[self.call.places[i]]) for i in self.program.placements}
+        packed = {i: self.low_leaves.get(i, self.leaves[self.call.places[i]]) for i in self.program.rounded_params}
         targets: dict[int, tuple[Array, Array, Array]] = {}
         for leaf in self.weight_sites.keys() - self.sites.others.keys():
-            weight = self.program.placements[leaf][0].rotate(jnp.asarray(self.call.values[leaf]))
+            weight = self.program.rounded_params[leaf].layout.rotate(jnp.asarray(self.call.values[leaf]))
             stack = self.weight_sites[leaf].stack
             targets[leaf] = weight, *param_neighbours(packed[leaf], weight, stack)
         fixed = {leaf: unpack_param(value) for leaf, value in packed.items() if leaf not in targets}
@@ -205,7 +205,7 @@ class _CalibrationJob:
             packed_weight, factors = self.low_leaves[leaf], self.mapping_record.online.get(leaf)
             if factors is not None:
                 core = packed_weight.shape[self.weight_sites[leaf].stack :]
-                stored, ndim = qarray_of(packed_weight), len(self.program.placements[leaf][0].shape)
+                stored, ndim = qarray_of(packed_weight), len(self.program.rounded_params[leaf].layout.shape)
                 packed_weight = StoredAs(stored, core, ndim, factors)
             leaves[self.call.places[leaf]] = packed_weight
         for leaf, bias in self.biases.items():
@@ -218,23 +218,23 @@ class _CalibrationJob:
     def _start(self, trace: tuple[Any, Any, WeightSites]) -> None:
         """Pack all parameters; those to be calibrated have values in full precision until they are rounded."""
         self.program, self.call, self.sites = trace
-        placements = self.program.placements
+        params = self.program.rounded_params
         self.weight_sites = weight_sites = rounded_sites(self.program, self.sites)
         for i in weight_sites:
-            _check_step_formats(self.steps, self.program.paths[i], self.program.shapes[i], *placements[i])
+            _check_step_formats(self.steps, self.program.paths[i], self.program.shapes[i], *params[i])
         (_, *args), _ = jax.tree.unflatten(self.call.tree, self.call.leaves)
         packed_params = self.low.pack(self.params, *args, key=self.key)
         self.leaves, self.tree = jax.tree.flatten(packed_params, is_leaf=is_packed_param)
-        packed_leaves = {i: self.leaves[self.call.places[i]] for i in placements}
+        packed_leaves = {i: self.leaves[self.call.places[i]] for i in params}
         self.low_leaves: dict[int, Any] = {i: packed_leaves[i] for i in weight_sites}
         for i in weight_sites:
             self.leaves[self.call.places[i]] = None  # `low_leaves` has it
         weights = (i for i in weight_sites if i in self.sites.others)
-        self.nearest = {i: unpack_param(packed_leaves[i]) for i in weights if placements[i][0].rotation is None}
+        self.nearest = {i: unpack_param(packed_leaves[i]) for i in weights if params[i].layout.rotation is None}
         others = (i for i in packed_leaves if self.in_order and i not in weight_sites)
         self.values = {i: unpack_param(packed_leaves[i]) for i in others}
         kept = weight_sites if self.in_order else self.nearest  # a pass in full precision reads none of the values
-        self.values |= {i: placements[i][0].rotate(jnp.asarray(self.call.values[i])) for i in kept}
+        self.values |= {i: params[i].layout.rotate(jnp.asarray(self.call.values[i])) for i in kept}
         self.stages = list(self.sites.stages(list(weight_sites)))
         other_layers = self.sites.other_layers(self.program, self.stages)
         self.other_layers = [layer for layer in other_layers if layer[0] in weight_sites]
@@ -247,7 +247,7 @@ class _CalibrationJob:
 
     def _round(self, leaf: int, turn: tuple[int, ...], inputs: InputSums | None) -> None:
         """Round a weight, or a layer of a stack of them."""
-        site, (placement, _) = self.weight_sites[leaf], self.program.placements[leaf]
+        site, (placement, _) = self.weight_sites[leaf], self.program.rounded_params[leaf]
         if inputs is None:
             self.rows.append(self._row(leaf, note="no batch has its product"))
             return
@@ -256,7 +256,7 @@ class _CalibrationJob:
         if without_input := int((count == 0).sum()):
             some = without_input < count.size
             notes = [f"no input reached {without_input} of its {count.size} matrices" if some else _NO_INPUT]
-        few_rows = int(((count > 0) & (count < site.layout.matrices[1])).sum())
+        few_rows = int(((count > 0) & (count < site.layout.matrix_shape[1])).sum())
         dtype_info = jnp.finfo(inputs.largest.dtype)
         square_limit = float(np.sqrt(float(dtype_info.tiny) / float(dtype_info.eps)))
         if bool(((inputs.largest > 0).any(-1) & (inputs.largest < square_limit).all(-1)).any()):
@@ -278,6 +278,7 @@ class _CalibrationJob:
     def _round_layer(
         self, leaf: int, turn: tuple[int, ...], inputs: InputSums, notes: Sequence[str], placement: WeightLayout
     ) -> None:
+        """Rounds one layer of a weight by the statistics of its inputs, stores it, and adds a row to the report."""
         gram, cross, mean, shift, _, rows = input_means(inputs)
         weight, path = jnp.asarray(self.call.values[leaf])[turn], self._path(leaf, turn)
         check_finite(weight, f"params: {path!r}")
@@ -340,10 +341,8 @@ class _CalibrationJob:
 
     def _pack_bias(self, leaf: int, bias: Array) -> Any:
         """A bias as its rule stores it."""
-        placement_and_use = self.program.placements.get(leaf)
-        if placement_and_use is None:
-            return bias
-        return placement_and_use[0].pack(bias, self._rounding_key(placement_and_use[0], leaf))
+        rounded = self.program.rounded_params.get(leaf)
+        return bias if rounded is None else rounded.layout.pack(bias, self._rounding_key(rounded.layout, leaf))
 
     def _rounding_key(self, placement: WeightLayout, *indexes: int) -> Array | None:
         """The key of a parameter, or of a layer of a stack; None if its rounding draws nothing."""
@@ -356,9 +355,10 @@ class _CalibrationJob:
         self, leaf: int, turn: tuple[int, ...] = (), outcome: RoundingOutcome | None = None, rows: Array | None = None,
         note: str = "",
     ) -> WeightRow:  # fmt: skip
+        """A row of the report: a weight, or a layer of a stack at `turn`, with the errors of its rounding."""
         shape = tuple(self.program.shapes[leaf][len(turn) :])
         row = WeightRow(self._path(leaf, turn), shape, "", method="", note=note)
-        if leaf in self.program.placements:
+        if leaf in self.program.rounded_params:
             array = self.low_leaves.get(leaf, self.leaves[self.call.places[leaf]])
             factors = self.mapping_record.online.get(leaf)
             nbytes = array.nbytes + (0 if factors is None else factors.nbytes)
@@ -376,6 +376,7 @@ class _CalibrationJob:
         )  # fmt: skip
 
     def _path(self, leaf: int, turn: tuple[int, ...]) -> str:
+        """The path of a parameter, with the indexes of a layer of a stack."""
         return self.program.paths[leaf] + (f"[{','.join(map(str, turn))}]" if turn else "")
 
     def _add_other_rows(self) -> None:
@@ -384,11 +385,11 @@ class _CalibrationJob:
         for leaf, indexes, use in self.other_layers:
             row = self._row(leaf, indexes, note=_USES_WITHOUT_PRODUCT.get(use, _NO_INPUT))
             self.rows.append(self._with_mapping(leaf, indexes, row))
-        placements, reasons = self.program.placements, self.sites.reasons
-        for leaf in sorted({*placements, *self.sites.by_leaf, *reasons} - set(self.weight_sites)):
+        params, reasons = self.program.rounded_params, self.sites.reasons
+        for leaf in sorted({*params, *self.sites.by_leaf, *reasons} - set(self.weight_sites)):
             note = "no rule rounds it"
-            if leaf in placements:
-                note = _USES_WITHOUT_PRODUCT.get(placements[leaf][1].kind, "its product is not in every batch")
+            if leaf in params:
+                note = _USES_WITHOUT_PRODUCT.get(params[leaf].use.kind, "its product is not in every batch")
                 note = reasons.get(leaf, note)
             self.rows.append(self._row(leaf, note=note))
 

@@ -14,14 +14,8 @@ from jchop._common.on_demand import on_demand
 from jchop.study._function_study import run_function
 from jchop.study._run import DATASETS, FORMATS, MODES, StudyResult, run
 
-__getattr__, __dir__ = on_demand(
-    __name__,
-    (),
-    {},
-    {
-        **dict.fromkeys(("save", "save_function"), "result.save(folder)"),
-        **{"figure": "result.plot()", "table": "str(result)"},
-    },
-)
+_METHODS = {"figure": "result.plot()", "table": "str(result)"}
+_METHODS |= dict.fromkeys(("save", "save_function"), "result.save(folder)")
+__getattr__, __dir__ = on_demand(__name__, elsewhere=_METHODS)
 
 __all__ = ["DATASETS", "FORMATS", "MODES", "StudyResult", "run", "run_function"]

@@ -139,7 +139,12 @@ def run(
     keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), 1), seeds)
     rows = []
     for index, (names, spec) in enumerate(specs, start=1):
-        rows.append(_study_row(names, spec, evaluator.cell(spec, keys, activations)))
+        runs = evaluator.cell(spec, keys, activations)
+        with np.errstate(invalid="ignore"):
+            # Relative to the first run, so that equal runs have a deviation of exactly 0.
+            figures = np.stack([runs.mean(axis=1), (runs - runs[:, :1]).std(axis=1)], axis=1).ravel().tolist()
+        cell = names[0], spec.rounding.value, str(spec), _bits_per_number(spec), runs.shape[1]
+        rows.append(StudyRow(*cell, *figures, also=names[1:]))
         report("rounding", index, len(specs), f"{names[0]} {spec.rounding.value}")
     settings = {"dataset": dataset, **names_of_specs(specs), "seeds": seeds, "epochs": epochs}
     settings |= {"activations": activations, "seed": seed}
@@ -184,14 +189,6 @@ def _bits_per_number(spec: Spec) -> float:
 def _with_rounding(spec: Spec, mode: Rounding) -> Spec:
     takes_bits = mode.stochastic and mode is not Rounding.STOCHASTIC_EQUAL
     return dataclasses.replace(spec, rounding=mode, random_bits=spec.random_bits if takes_bits else None)
-
-
-def _study_row(names: tuple[str, ...], spec: Spec, runs: np.ndarray) -> StudyRow:
-    with np.errstate(invalid="ignore"):
-        # Relative to the first run, so that equal runs have a deviation of exactly 0.
-        means_and_deviations = np.stack([runs.mean(axis=1), (runs - runs[:, :1]).std(axis=1)], axis=1)
-    cell = names[0], spec.rounding.value, str(spec), _bits_per_number(spec), runs.shape[1]
-    return StudyRow(*cell, *means_and_deviations.ravel().tolist(), also=names[1:])
 
 
 def package_versions() -> dict[str, str]:
@@ -351,10 +348,13 @@ class StudyResult(SavedStudy):
 
     def _parts(self) -> Iterator[TableOrLine]:
         yield f"Test accuracy (%); unrounded {100 * self.accuracy:.1f}"
-        yield _grid(self, lambda row: _mean_text(100 * row.accuracy, 100 * row.accuracy_std, row.runs, ".1f"))
+        yield _grid(self, "accuracy", 100, ".1f")
         yield from ("", f"Mean cross-entropy (nats); unrounded {self.cross_entropy:.3g}")
-        yield _grid(self, lambda row: _mean_text(row.cross_entropy, row.cross_entropy_std, row.runs, ".3g"))
-        yield from ("", f"{_sample_note(self)}.", accuracy_summary(self))
+        yield _grid(self, "cross_entropy", 1, ".3g")
+        runs = max(row.runs for row in self.rows)
+        spread = f"; ± is the standard deviation over {runs} rounding seeds" if runs > 1 else ""
+        samples = f"{self.test_samples} test samples, so one is {100 / self.test_samples:.2g} %{spread}."
+        yield from ("", samples, accuracy_summary(self))
 
     def cell(self, fmt: str, rounding: str) -> StudyRow:
         """Returns the row of one format and mode; KeyError if there is none."""
@@ -387,31 +387,21 @@ class StudyResult(SavedStudy):
         )
 
 
-def _mean_text(mean: float, deviation: float, runs: int, spec: str) -> str:
-    return f"{mean:{spec}}" + (f"±{deviation:{spec if spec.endswith('f') else '.2g'}}" if runs > 1 else "")
-
-
-def _grid(result: StudyResult, text: Callable[[StudyRow], str]) -> list[list[str]]:
-    rows = [[name, f"{rows[0].bits:g}", *map(text, rows)] for name, rows in _grid_rows(result)]
-    return [["format", "bits", *result.modes], *rows]
-
-
-def _grid_rows(result: StudyResult) -> list[tuple[str, list[StudyRow]]]:
-    """Names and cells of each row: formats of the same bits and figures share one."""
+def _grid(result: StudyResult, figure: str, factor: int, spec: str) -> list[list[str]]:
+    """Means and deviations by format and mode; formats of the same bits and figures share a row."""
     lines: dict[Any, tuple[list[str], list[StudyRow]]] = {}
     for name in result.formats:
         rows = [result.cell(name, mode) for mode in result.modes]
         # As text, in which a NaN equals a NaN.
         figures = str([(row.bits, *(getattr(row, field) for field in _FIGURE_FIELDS)) for row in rows])
         lines.setdefault(figures, ([], rows))[0].append(" = ".join((name, *rows[0].also)))
-    return [(", ".join(names), rows) for names, rows in lines.values()]
 
+    def cell(row: StudyRow) -> str:
+        mean, deviation = (factor * getattr(row, field) for field in (figure, f"{figure}_std"))
+        return f"{mean:{spec}}" + (f"±{deviation:{spec if spec.endswith('f') else '.2g'}}" if row.runs > 1 else "")
 
-def _sample_note(result: StudyResult) -> str:
-    """The size of the test set."""
-    runs = max(row.runs for row in result.rows)
-    spread = f"; ± is the standard deviation over {runs} rounding seeds" if runs > 1 else ""
-    return f"{result.test_samples} test samples, so one is {100 / result.test_samples:.2g} %{spread}"
+    cells = [[", ".join(names), f"{rows[0].bits:g}", *map(cell, rows)] for names, rows in lines.values()]
+    return [["format", "bits", *result.modes], *cells]
 
 
 def accuracy_summary(result: StudyResult) -> str:

@@ -130,7 +130,6 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        del output
         tensor, words, ctx.spec, _ = inputs
         ctx.clips = operators.clips_gradient(ctx.spec)
         if ctx.clips:
@@ -151,7 +150,6 @@ class _FunctionOfSpec(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        del output
         ctx.save_for_backward(*(x for x in inputs[1:] if isinstance(x, Tensor)))
         (ctx.spec,) = (x for x in inputs if isinstance(x, str))
 
@@ -173,7 +171,6 @@ class _RoundGradient(_FunctionOfSpec):
 
     @staticmethod
     def forward(tensor: Tensor, words: Tensor, spec: str) -> Tensor:
-        del words, spec
         return tensor.view_as(tensor)
 
     @staticmethod
@@ -367,7 +364,6 @@ def _matmul_spec(text: str) -> MatmulSpec:
 
 
 def _fake_matmul(a: Tensor, b: Tensor, words: Tensor, spec: str, batch: int, copy: bool) -> Tensor:
-    del words, copy
     _require_product(a.dtype, spec)
     return a.new_empty(_product_shape(a.shape, b.shape, batch))
 
@@ -449,5 +445,4 @@ class _MatmulGradients(_FunctionOfSpec):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        del ctx, gradients
         raise NotImplementedError("jchop.torch.matmul has first derivatives only; jchop.math.matmul has all, in JAX")

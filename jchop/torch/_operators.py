@@ -78,15 +78,12 @@ def plan_of(spec: Any) -> SpecPlan:
 
 @lru_cache(maxsize=256)
 def _cached_plan(value: Spec | str) -> SpecPlan:
+    """The texts of a spec's rounding and of its cotangent's, and whether they draw."""
     spec = as_spec(value, scaled=True)
     backward = spec.gradient.round
     forward = replace(spec, gradient=Gradient(clipped=spec.gradient.clipped))
-    return SpecPlan(
-        str(forward),
-        spec.rounding.stochastic,
-        None if backward is None else str(backward),
-        backward is not None and backward.rounding.stochastic,
-    )
+    gradient = (None, False) if backward is None else (str(backward), backward.rounding.stochastic)
+    return SpecPlan(str(forward), spec.rounding.stochastic, *gradient)
 
 
 @compile_constant
@@ -338,7 +335,6 @@ def round_now(x: Tensor, words: Tensor, spec: str, batch: int, copy: bool) -> Te
 
 
 def _fake_round(x: Tensor, words: Tensor, spec: str, batch: int, copy: bool) -> Tensor:
-    del words, copy
     require_rounding(x.dtype, x.ndim - batch, spec)
     return torch.empty_like(x)
 

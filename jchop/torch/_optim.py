@@ -116,6 +116,7 @@ class OptimLP(Optimizer):
             yield from group["params"]
 
     def _leaf(self, index: int, p: torch.nn.Parameter) -> _OptimizerLeaf:
+        """A parameter of the optimizer with its accumulator, its float32 master copy."""
         accumulator = self.accumulators.get(index)
         if accumulator is None:
             accumulator = _as_float32(p.data).clone() if _ACCUMULATOR_ROLE in self._plans else _as_float32(p.data)
@@ -171,6 +172,7 @@ class OptimLP(Optimizer):
         check(count or not trained, f"momentum={spec!r}, but {kind} keeps none")
 
     def _round(self, role: int, leaf: _OptimizerLeaf, x: Tensor, fold_in: int | None = None) -> Tensor:
+        """A tensor rounded under the spec of its role, or as it is if the role has none."""
         plan = self._plans.get(role)
         if plan is None:
             return x
@@ -215,10 +217,8 @@ class OptimLP(Optimizer):
         finally:
             for leaf in leaves:
                 leaf.lower()
-        self.accumulators = {
-            index: accumulator.to(leaves[index].memory.device, copy=True)
-            for index, accumulator in state_dict["accumulators"].items()
-        }
+        saved = state_dict["accumulators"].items()
+        self.accumulators = {index: value.to(leaves[index].memory.device, copy=True) for index, value in saved}
         self.steps = state_dict["steps"]
         self._link()
 

@@ -174,7 +174,6 @@ class PackedTensor(nn.Module):
 
     # -- torch's protocols ---------------------------------------------------------------------------------------------
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedTensor:
-        del recurse
         device = self._buffers["qvalue"].device  # type: ignore[union-attr]
         dtype = fn(torch.empty(1, dtype=self.dtype, device=device)).dtype
         if dtype not in _NUMBER_DTYPES.values():
@@ -255,12 +254,8 @@ def _dtype_and_shape(value: Any) -> str:
 
 def packed_parameters(layer: nn.Module) -> dict[str, PackedTensor]:
     """The packed parameters of a layer by name."""
-    children = layer.named_children()
-    return {
-        name.removesuffix(PACKED_SUFFIX): child
-        for name, child in children
-        if isinstance(child, PackedTensor) and name.endswith(PACKED_SUFFIX)
-    }
+    children = [(name, child) for name, child in layer.named_children() if isinstance(child, PackedTensor)]
+    return {name.removesuffix(PACKED_SUFFIX): child for name, child in children if name.endswith(PACKED_SUFFIX)}
 
 
 def pack_parameter(layer: nn.Module, name: str, tensor: PackedTensor) -> None:

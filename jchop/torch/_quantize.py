@@ -329,7 +329,6 @@ def _round_inputs(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tupl
 
 
 def _round_outputs(layer: nn.Module, args: tuple, output: Any) -> Any:
-    del args
     if not isinstance(output, torch.Tensor | tuple | list | dict):
         raise TypeError(
             f"{type(layer).__name__} returns {type(output).__name__}, whose tensors cannot be found for rounding"
@@ -351,7 +350,7 @@ def _round_tree(quantizer: nn.Module, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """One parameter.
+    """A row of a report: one parameter of a module.
 
     Args:
         path: its path in the module.

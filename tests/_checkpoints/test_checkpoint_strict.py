@@ -66,7 +66,7 @@ def own(path: Path) -> None:
 FILES: dict[str, tuple[Callable[[Path], None], str]] = {
     "another layout": (another_layout, "llm_int8"),
     "no row": (no_row, "form no weight of the layout gptq"),
-    "a bad shape": (bad_shape, "weight_shape must be two integers"),
+    "a bad shape": (bad_shape, "the shape must be two integers"),
     "a bad scale": (bad_scale, "a scale is infinite or NaN"),
     "a pair": (pair, "Mistral, which is not read"),
     "no record": (no_record, "no record of 'v.weight'"),

@@ -301,7 +301,7 @@ def changed(name: str, **tensors: Any) -> tuple[dict[str, np.ndarray], Case]:
 
 
 DAMAGED: list[tuple[str, str, dict[str, Any]]] = [
-    ("weight_shape must be two integers", "int4 symmetric", {"weight_shape": np.array([6, -1], np.int64)}),
+    ("the shape must be two integers", "int4 symmetric", {"weight_shape": np.array([6, -1], np.int64)}),
     ("may be codes|no codes of 2 to 8", "int4 symmetric", {"weight_shape": np.array([6, 1000], np.int64)}),
     ("scale is infinite or NaN", "int4 symmetric", {"weight_scale": np.full((6, 3), np.nan, np.float16)}),
     ("form no weight", "int4 symmetric", {"weight_scale": None}),

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import jchop as jc
 from jchop._emulate.emulate import round_on_entry
-from jchop._emulate.paired.paired_run import CarrierReference, PairedRun
+from jchop._emulate.paired import CarrierReference, PairedRun
 from jchop._emulate.rules.trace import trace_program
 from jchop._insight.reports.blame import _blame_notes
 from jchop._insight.reports.tape import Tape

@@ -19,10 +19,9 @@ from emulate_cases import X, Y, loops, straight, sums
 from further import Further
 
 import jchop as jc
-from jchop._insight.tune._problem import make_tuning_problem
 from jchop._insight.tune._search import AssignmentSearch
 from jchop._insight.tune._traced_formats import format_row, is_spec_traceable, round_to_row
-from jchop._insight.tune._tune import _as_menu
+from jchop._insight.tune._tune import _as_menu, make_tuning_problem
 from jchop._spec.spec import as_spec
 
 further = Further()

@@ -7,7 +7,7 @@ from functools import partial
 
 import jax
 from _kernels.compile_matmul import checks, kernel
-from _kernels.compiling import AMPERE, Case
+from _kernels.compiling import Case, has_mosaic
 
 from jchop import TENSOR_CORES, MatmulSpec, tensor_core
 from jchop._kernels.products.matmul import matmul_op
@@ -51,5 +51,5 @@ def cases(target: str) -> Iterator[Case]:
     for unit, dtype, shape in KERNELS:
         spec, (batch, m, k, n) = tensor_core(unit, dtype), shape
         avals = tuple(jax.ShapeDtypeStruct(s, "float32") for s in ((batch, m, k), (batch, k, n)))
-        if target != "a100" or AMPERE:
+        if has_mosaic(target):
             yield Case(f"kernel of {unit} {dtype}, {shape}", kernel(target, spec), avals, True, checks(target))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from _kernels.compiling import AMPERE, CPU, LARGE_TILE, TARGETS, TOLD, Case, Result, is_tpu, run
+from _kernels.compiling import CPU, LARGE_TILE, TARGETS, TOLD, Case, Result, has_mosaic, is_tpu, run
 from jax import lax
 
 import jchop as jc
@@ -137,7 +137,7 @@ def weights_alone(target: str) -> Iterator[Case]:
     low = jc.quantize_fn(lambda w, x: x @ w, jc.Rule(weight="int4(group=128)", product="codes"))
     for rows in (1, 64):
         x = jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16)
-        kernel = rows == 1 and (target != "a100" or AMPERE)
+        kernel = rows == 1 and has_mosaic(target)
         checks = ("vmem",) if is_tpu(target) else ("spills",) if kernel else ()
         yield Case(f"int4 weights alone, {rows} rows", low, (low.pack(w, x), x), checks=checks)
 
@@ -147,9 +147,7 @@ def one_token(target: str) -> Iterator[Case]:
     w, x = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4096, 4096), (1, 4096)))
     for weight in ("int4(group=128)", "int4(group=128,scale=bfloat16)", "nf4(group=128)"):
         low = jc.quantize_fn(lambda w, x: x @ w, jc.Rule(weight=weight, product="codes"))
-        if target == "a100" and not AMPERE:  # the body runs there
-            continue
-        checks = ("vmem", "moved") if is_tpu(target) else ("spills", "moved")
+        checks = ("vmem", "moved") if is_tpu(target) else ("spills", "moved") if has_mosaic(target) else ("body",)
         yield Case(f"{weight} weights alone, one row of 4096", low, (low.pack(w, x), x), checks=checks)
 
 

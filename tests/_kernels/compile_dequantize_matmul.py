@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from _kernels.compiling import Case, checks_of, is_tpu
 
-from jchop._kernels.products.dequantize_matmul import GPU_KERNEL
+from jchop._kernels.products.dequantize_matmul import GPU_KERNEL, dequantize_matmul_op
 from jchop._spec.spec import as_spec
 from jchop.formats import ElementFormat, IntegerFormat
 from jchop.formats._catalogue import float4_e2m1fn, float8_e4m3fn, float8_e5m2
@@ -22,6 +22,7 @@ FORMATS: dict[str, ElementFormat] = {
     "float8_e5m2": float8_e5m2,
 }
 NF4: Any = as_spec("nf4(group=32)", "", scaled=True)
+_AMPERE_CAPABILITY = 8.0
 #: m, k, n, group: one row, few, many; groups of all kinds; sizes that nothing divides, which TPUs take.
 SHAPES = (
     (1, 4096, 4096, 128),
@@ -89,13 +90,16 @@ def case(
     scale_dtype: str,
     x64: bool = False,
 ) -> Iterator[Case]:
-    """The case of a shape, unless the kernel of the chip does not take it."""
+    """The case of a shape, unless kernels of GPUs do not take it; of the body, if the chip is too old."""
     avals = arguments(shape, format, dtype, scale_dtype)
-    if not is_tpu(target):
-        capability = GPU_KERNEL.capability(*avals, format=format)
-        if GPU_KERNEL.refuse(*avals, format=format, group=shape[3]) or (target == "a100" and capability > 8.0):
-            return
     text = f"dequantize_matmul {name} {shape} {dtype}, scales {scale_dtype}{', x64' if x64 else ''}"
+    if not is_tpu(target):
+        if GPU_KERNEL.refuse(*avals, format=format, group=shape[3]):
+            return
+        if target == "a100" and GPU_KERNEL.capability(*avals, format=format) > _AMPERE_CAPABILITY:
+            op = partial(dequantize_matmul_op, format=format, group=shape[3])
+            yield Case(text, op, avals, x64, ("body",))
+            return
     yield Case(text, partial(run, format=format, group=shape[3]), avals, x64, checks_of(target))
 
 

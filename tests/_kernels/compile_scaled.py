@@ -9,7 +9,7 @@ from types import ModuleType
 
 import jax
 import jax.numpy as jnp
-from _kernels.compiling import AMPERE, Case, checks_of, is_tpu
+from _kernels.compiling import Case, checks_of, has_mosaic, is_tpu
 
 import jchop as jc
 from jchop._common.bit_ops import CARRIERS
@@ -76,8 +76,6 @@ def kernels(target: str) -> ModuleType:
 
 
 def cases(target: str) -> Iterator[Case]:
-    if target == "a100" and not AMPERE:
-        return  # the body runs there
     dtypes = TPU_DTYPES if is_tpu(target) else GPU_DTYPES
     for number, (name, spec) in enumerate(SCALINGS.items()):
         for axis in (-1, -2):
@@ -114,5 +112,8 @@ def case(
     why = refused(platform, kernel, spec, dtype, shape)
     assert why is None, f"{name} on {target}: {why}"
     text = f"{kernel} {name} axis {plan.fmt.axis} {dtype}{list(shape)}{' x64' * x64}"
+    if not has_mosaic(target):
+        public = jc.quantize if kernel == "quantize_blocks" else jc.round_to_format
+        return Case(text, lambda x: public(x, spec, jax.random.key(0)), (x,), x64, ("body",))
     run = partial(getattr(kernels(target), f"{platform}_{kernel}"), plan=plan)
     return Case(text, run, (x, WORDS), x64, checks_of(target))

@@ -39,8 +39,6 @@ GPUS = ("h200", "a100", "b200")
 TARGETS = (*TPUS, *GPUS)
 #: Whether Mosaic GPU compiles for Ampere GPUs, with this version of JAX; before, it ends the process.
 AMPERE = tuple(map(int, metadata.version("jax").split(".")[:2])) >= (0, 12)
-#: The files whose cases are kernels of Mosaic GPU alone.
-WITHOUT_OLD_AMPERE = ("compile_scaled", "compile_matmul", "compile_dequantize_matmul")
 #: The machine itself, whose programs need no kernel.
 CPU = "cpu"
 
@@ -103,6 +101,11 @@ class Result:
 def is_tpu(target: str) -> bool:
     """Whether a target is a TPU; else it is a GPU."""
     return target in TPUS
+
+
+def has_mosaic(target: str) -> bool:
+    """Whether kernels of Mosaic GPU for all chips are compiled for a target; else the body runs there."""
+    return target != "a100" or AMPERE
 
 
 def checks_of(target: str) -> tuple[str, ...]:
@@ -315,6 +318,11 @@ def _check_separate(compiled: Compiled) -> _Findings:
     return [], faults or ([] if compiled.ptx else ["no PTX of a kernel was found"])
 
 
+def _check_body(compiled: Compiled) -> _Findings:
+    """The program has no kernel of Mosaic GPU: "auto" chose the body for this chip."""
+    return [], ["it has a kernel"] if "mosaic_gpu" in compiled.lowered + compiled.optimized else []
+
+
 def _check_no_loop(compiled: Compiled) -> _Findings:
     """The program has no loop, which would write sums to memory in each turn."""
     loops = re.findall(r"%([\w.-]+) = [^\n]* while\(", compiled.optimized)
@@ -366,6 +374,7 @@ CHECKS: dict[str, Callable[[Compiled], _Findings]] = {
     "layer of an old GPU": functools.partial(_check_kernels, 10),
     "layer of a GPU": functools.partial(_check_kernels, 7),
     "moved": _check_moved,
+    "body": _check_body,
     "no loop": _check_no_loop,
     "separate": _check_separate,
     "told": _tell_products,

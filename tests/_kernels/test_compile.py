@@ -24,14 +24,12 @@ def require_compiler(target: str, config: pytest.Config) -> None:
     pytest.skip(f"no compiler for {target}: {reason}")
 
 
-#: Every family of kernels for every chip that has some; and the table of products on this machine.
+#: Every family of kernels for every chip, also where the body runs; and the table of products on this machine.
 COMPILED = [
     pytest.param(target, file, id=f"{target}-{file.stem.removeprefix('compile_')}")
     for file in compiling.families()
     for target in compiling.TARGETS
     if compiling.is_tpu(target) or file.stem != "compile_round"  # rounding has a kernel for hardware bits alone
-    if target != "a100" or compiling.AMPERE or file.stem not in compiling.WITHOUT_OLD_AMPERE
-    if file.stem != "compile_product_of_blocks" or target not in ("a100", "b200")
 ]
 COMPILED += [pytest.param(compiling.CPU, Path(compile_codes.__file__), id="cpu-codes", marks=pytest.mark.slow)]
 

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jchop._common import bit_ops
-from jchop._common.bit_ops import Carrier
+from jchop._common.bit_ops import Carrier, floor_log2_integers, lax_clip, lax_where, low_mask, split_sign
 from jchop._core.arithmetic.exact import ExactResult
 from jchop._core.rounding.codes import exponent_and_significand, extend_exponent
 
@@ -30,8 +29,8 @@ class DoubleWord:
 
 
 def multiply_exactly(x: Array, y: Array, carrier: Carrier) -> ExactResult:
-    """The exact product."""
-    (xs, xm), (ys, ym) = bit_ops.split_sign(x, carrier), bit_ops.split_sign(y, carrier)
+    """The exact product of two carrier values."""
+    (xs, xm), (ys, ym) = split_sign(x, carrier), split_sign(y, carrier)
     product = _multiply_magnitudes(xs, xm, ys, ym, carrier)
     v = _exact_of_product(product, carrier)
     zero = (xm == 0) | (ym == 0)
@@ -48,7 +47,7 @@ def multiply_by_wide_exactly(x: Array, significand: Array, exponent: Array, carr
         exponent: the exponent of that leading bit.
         carrier: the carrier of `x`.
     """
-    sign, magnitude = bit_ops.split_sign(x, carrier)
+    sign, magnitude = split_sign(x, carrier)
     up = carrier.work_width - 1 - carrier.fraction
     e, count = normalize_magnitude(magnitude, carrier)
     factor = significand.astype(_unsigned_dtype(carrier)) << 1
@@ -58,7 +57,7 @@ def multiply_by_wide_exactly(x: Array, significand: Array, exponent: Array, carr
 
 def add_exactly(x: Array, y: Array, carrier: Carrier, zero_sign: int = 0) -> ExactResult:
     """The exact sum. If it is zero, and the operands are not zeros of one sign, its sign is `zero_sign`."""
-    (xs, xm), (ys, ym) = bit_ops.split_sign(x, carrier), bit_ops.split_sign(y, carrier)
+    (xs, xm), (ys, ym) = split_sign(x, carrier), split_sign(y, carrier)
     a, b = (
         double_word_of(sign, *exponent_and_significand(magnitude, carrier), carrier)
         for sign, magnitude in ((xs, xm), (ys, ym))
@@ -70,30 +69,30 @@ def add_exactly(x: Array, y: Array, carrier: Carrier, zero_sign: int = 0) -> Exa
     )
     x_infinite, y_infinite = xm == carrier.inf, ym == carrier.inf
     nan = x_infinite & y_infinite & (xs != ys) | _any_nan(carrier, xm, ym)
-    return with_special_values(v, x_infinite | y_infinite, nan, bit_ops.lax_where(x_infinite, xs, ys), carrier)
+    return with_special_values(v, x_infinite | y_infinite, nan, lax_where(x_infinite, xs, ys), carrier)
 
 
 def multiply_add_exactly(x: Array, y: Array, z: Array, carrier: Carrier, zero_sign: int = 0) -> ExactResult:
     """The exact x y + z, with the zeros of `add_exactly`."""
-    (xs, xm), (ys, ym), (zs, zm) = (bit_ops.split_sign(value, carrier) for value in (x, y, z))
+    (xs, xm), (ys, ym), (zs, zm) = (split_sign(value, carrier) for value in (x, y, z))
     product = _multiply_magnitudes(xs, xm, ys, ym, carrier)
     v, sticky = add_double_words(product, double_word_of(zs, *normalize_magnitude(zm, carrier), carrier), zero_sign)
     v = fill_high_word(v)
     v = exact_of_double_word(shift_to_top(v, leading_zeros(v.high, carrier)), sticky, carrier)
     infinite, z_infinite = (xm == carrier.inf) | (ym == carrier.inf), zm == carrier.inf
     nan = infinite & ((xm == 0) | (ym == 0) | z_infinite & (product.sign != zs)) | _any_nan(carrier, xm, ym, zm)
-    return with_special_values(v, infinite | z_infinite, nan, bit_ops.lax_where(infinite, product.sign, zs), carrier)
+    return with_special_values(v, infinite | z_infinite, nan, lax_where(infinite, product.sign, zs), carrier)
 
 
 def divide_exactly(x: Array, y: Array, carrier: Carrier, bits: int, exponent: int = 0) -> ExactResult:
     """The exact quotient times 2^exponent, with `bits` bits in its `rest`."""
-    (xs, xm), (ys, ym) = bit_ops.split_sign(x, carrier), bit_ops.split_sign(y, carrier)
+    (xs, xm), (ys, ym) = split_sign(x, carrier), split_sign(y, carrier)
     (xe, dividend), (ye, divisor) = normalize_magnitude(xm, carrier), normalize_magnitude(ym, carrier)
     is_smaller = dividend < divisor
-    remainder = bit_ops.lax_where(is_smaller, dividend + dividend, dividend) - divisor  # the leading digit is 1
+    remainder = lax_where(is_smaller, dividend + dividend, dividend) - divisor  # the leading digit is 1
     top, rest, remainder = _quotient_digits(remainder, divisor, bits, carrier)
     zero = (xm == 0) | (ym == carrier.inf)
-    top, rest, remainder = (bit_ops.lax_where(zero, 0, word) for word in (top, rest, remainder))
+    top, rest, remainder = (lax_where(zero, 0, word) for word in (top, rest, remainder))
     shift = carrier.work_width - 2 - carrier.fraction
     high = top.astype(rest.dtype) << shift | rest >> (carrier.work_width - shift)
     if exponent:
@@ -114,9 +113,9 @@ def square_root(x: Array, carrier: Carrier, all_bits: bool) -> ExactResult:
     hardware's root of X is close to T, so X - T^2 fits a word and is right modulo 2^W.
     """
     fraction = carrier.fraction
-    sign, magnitude = bit_ops.split_sign(x, carrier)
+    sign, magnitude = split_sign(x, carrier)
     exponent, significand = normalize_magnitude(magnitude, carrier)
-    significand = bit_ops.lax_where(significand == 0, 1 << fraction, significand)
+    significand = lax_where(significand == 0, 1 << fraction, significand)
     odd = exponent & 1
     radicand = significand << (fraction + odd)
     root, remainder = _integer_root(radicand, _float_root(significand, odd, carrier), carrier)
@@ -128,9 +127,9 @@ def square_root(x: Array, carrier: Carrier, all_bits: bool) -> ExactResult:
     nonzero = magnitude != 0
     v = ExactResult(
         sign,
-        bit_ops.lax_where(nonzero, bits, 0),
+        lax_where(nonzero, bits, 0),
         (remainder != 0) & nonzero,
-        bit_ops.lax_where(nonzero, rest, 0),
+        lax_where(nonzero, rest, 0),
         (remainder != 0) & nonzero,
     )
     return with_special_values(
@@ -141,7 +140,7 @@ def square_root(x: Array, carrier: Carrier, all_bits: bool) -> ExactResult:
 def _float_root(significand: Array, odd: Array, carrier: Carrier) -> Array:
     """About the root of significand 2^(M + odd), as an integer."""
     float_type = np.dtype(carrier.name).type
-    scale = bit_ops.lax_where(odd != 0, float_type(2.0 ** (carrier.fraction + 1)), float_type(2.0**carrier.fraction))
+    scale = lax_where(odd != 0, float_type(2.0 ** (carrier.fraction + 1)), float_type(2.0**carrier.fraction))
     return lax.sqrt(significand.astype(carrier.name) * scale).astype(significand.dtype)
 
 
@@ -190,8 +189,8 @@ def _unsigned_dtype(carrier: Carrier) -> np.dtype:
 def normalize_magnitude(magnitude: Array, carrier: Carrier) -> tuple[Array, Array]:
     """Exponent and significand in [2^M, 2^(M+1)); for zero an exponent below the exponents of all products, and 0."""
     exponent, count = exponent_and_significand(magnitude, carrier)
-    shift = carrier.fraction - bit_ops.floor_log2_integers(jnp.maximum(count, 1), carrier).astype(magnitude.dtype)
-    return bit_ops.lax_where(count == 0, -4 * carrier.bias, exponent - shift), count << shift
+    shift = carrier.fraction - floor_log2_integers(jnp.maximum(count, 1), carrier).astype(magnitude.dtype)
+    return lax_where(count == 0, -4 * carrier.bias, exponent - shift), count << shift
 
 
 def double_word_of(sign: Array, exponent: Array, count: Array, carrier: Carrier) -> DoubleWord:
@@ -235,8 +234,8 @@ def _shift_words_right(high: Array, low: Array, count: Array) -> tuple[Array, Ar
     width = high.dtype.itemsize * 8
     crosses_word = count >= width
     shift = (count & width - 1).astype(high.dtype)
-    tail = bit_ops.lax_where(crosses_word, low, 0)
-    high, low = bit_ops.lax_where(crosses_word, 0, high), bit_ops.lax_where(crosses_word, high, low)
+    tail = lax_where(crosses_word, low, 0)
+    high, low = lax_where(crosses_word, 0, high), lax_where(crosses_word, high, low)
     back_shift = width - 1 - shift
     return high >> shift, low >> shift | high << 1 << back_shift, tail | low << 1 << back_shift
 
@@ -255,7 +254,7 @@ def _multiply_significands(sign: Array, exponent: Array, a: Array, b: Array) -> 
     high, low = full_word_product(a, b)  # the leading bit at 2W - 1 or 2W - 2
     top = high.dtype.itemsize * 8 - 1
     carry = high >> top
-    low = bit_ops.lax_where(carry != 0, low >> 1 | high << top, low)
+    low = lax_where(carry != 0, low >> 1 | high << top, low)
     return DoubleWord(sign, exponent + carry.astype(exponent.dtype), high >> carry, low)
 
 
@@ -269,22 +268,20 @@ def add_double_words(a: DoubleWord, b: DoubleWord, zero_sign: int) -> tuple[Doub
     swap = (b.exponent > a.exponent) | (
         (b.exponent == a.exponent) & ((b.high > a.high) | (b.high == a.high) & (b.low > a.low))
     )
-    exponent, least = bit_ops.lax_where(swap, b.exponent, a.exponent), bit_ops.lax_where(swap, a.exponent, b.exponent)
-    sign = bit_ops.lax_where(swap, b.sign, a.sign)
-    high, low = bit_ops.lax_where(swap, b.high, a.high), bit_ops.lax_where(swap, b.low, a.low)
+    exponent, least = lax_where(swap, b.exponent, a.exponent), lax_where(swap, a.exponent, b.exponent)
+    sign = lax_where(swap, b.sign, a.sign)
+    high, low = lax_where(swap, b.high, a.high), lax_where(swap, b.low, a.low)
     high2, low2, tail = _shift_words_right(
-        bit_ops.lax_where(swap, a.high, b.high),
-        bit_ops.lax_where(swap, a.low, b.low),
-        jnp.minimum(exponent - least, 2 * width - 1),
+        lax_where(swap, a.high, b.high), lax_where(swap, a.low, b.low), jnp.minimum(exponent - least, 2 * width - 1)
     )
     # A difference adds the complement and 1. If bits of the subtrahend were lost, the 1 is not added.
     opposite = a.sign != b.sign
     complement = _all_ones(opposite, high)
     total = low + (low2 ^ complement)
     has_carry = total < low
-    low = total + bit_ops.lax_where(opposite & (tail == 0), one, 0)
+    low = total + lax_where(opposite & (tail == 0), one, 0)
     high = high + (high2 ^ complement) + has_carry.astype(high.dtype) + (low < total).astype(high.dtype)
-    sign = bit_ops.lax_where(opposite & ((high | low | tail) == 0), zero_sign, sign)
+    sign = lax_where(opposite & ((high | low | tail) == 0), zero_sign, sign)
     return DoubleWord(sign, exponent, high, low), tail
 
 
@@ -338,15 +335,13 @@ def fill_high_word(v: DoubleWord) -> DoubleWord:
     """The same number, shifted left by a whole word if the high word is zero."""
     empty = v.high == 0
     exponent = v.exponent - empty.astype(v.exponent.dtype) * (v.high.dtype.itemsize * 8)
-    return DoubleWord(v.sign, exponent, bit_ops.lax_where(empty, v.low, v.high), bit_ops.lax_where(empty, 0, v.low))
+    return DoubleWord(v.sign, exponent, lax_where(empty, v.low, v.high), lax_where(empty, 0, v.low))
 
 
 def exact_of_double_word(v: DoubleWord, tail: Array, carrier: Carrier) -> ExactResult:
     """A number whose exponent may be below the carrier's; `tail` is not zero if bits follow `low`."""
     least = 1 - carrier.bias
-    high, low, more = _shift_words_right(
-        v.high, v.low, bit_ops.lax_clip(least - v.exponent, 0, 2 * carrier.work_width - 1)
-    )
+    high, low, more = _shift_words_right(v.high, v.low, lax_clip(least - v.exponent, 0, 2 * carrier.work_width - 1))
     return _exact_of_top(DoubleWord(v.sign, jnp.maximum(v.exponent, least), high, low), tail | more, carrier)
 
 
@@ -359,8 +354,8 @@ def leading_zeros(word: Array, carrier: Carrier) -> Array:
     """The number of zeros above the leading bit of unsigned words; W - 1 for zero."""
     halved = (word >> 1).astype(carrier.work)
     halved = halved & ~(halved >> 1)  # otherwise a rounding conversion could carry into the next power of two
-    zeros = carrier.work_width - 2 - bit_ops.floor_log2_integers(jnp.maximum(halved, 1), carrier).astype(carrier.work)
-    return bit_ops.lax_where(halved == 0, carrier.work_width - 1, zeros)
+    zeros = carrier.work_width - 2 - floor_log2_integers(jnp.maximum(halved, 1), carrier).astype(carrier.work)
+    return lax_where(halved == 0, carrier.work_width - 1, zeros)
 
 
 def _exact_of_top(v: DoubleWord, tail: Array, carrier: Carrier) -> ExactResult:
@@ -370,8 +365,8 @@ def _exact_of_top(v: DoubleWord, tail: Array, carrier: Carrier) -> ExactResult:
     rest = v.high << kept_bits | v.low >> dropped_bits
     beyond = v.exponent > carrier.bias
     exponent_field = jnp.minimum(v.exponent, carrier.bias) + carrier.bias
-    magnitude = bit_ops.lax_where(top == 0, 0, ((exponent_field - 1) << carrier.fraction) + top)
-    magnitude = bit_ops.lax_where(beyond, carrier.inf - 1, magnitude)
+    magnitude = lax_where(top == 0, 0, ((exponent_field - 1) << carrier.fraction) + top)
+    magnitude = lax_where(beyond, carrier.inf - 1, magnitude)
     rest = rest | _all_ones(beyond, rest)
     tail = tail | v.low << kept_bits
     return ExactResult(v.sign, magnitude, (rest | tail) != 0, rest, tail != 0, beyond)
@@ -382,10 +377,10 @@ def with_special_values(v: ExactResult, infinite: Array, nan: Array, sign: Array
     finite = (infinite | nan) ^ True  # as kernels of GPUs negate
     return replace(
         v,
-        sign=bit_ops.lax_where(infinite, sign, v.sign),
-        magnitude=bit_ops.lax_where(nan, carrier.nan, bit_ops.lax_where(infinite, carrier.inf, v.magnitude)),
+        sign=lax_where(infinite, sign, v.sign),
+        magnitude=lax_where(nan, carrier.nan, lax_where(infinite, carrier.inf, v.magnitude)),
         inexact=v.inexact & finite,
-        rest=bit_ops.lax_where(finite, v.rest, 0),
+        rest=lax_where(finite, v.rest, 0),
         sticky=v.sticky & finite,
         beyond=v.beyond & finite,
     )
@@ -422,7 +417,7 @@ def divisor_bits(carrier: Carrier) -> int:
 
 def significand_of_extended(bits: Array, carrier: Carrier) -> Array:
     """The significand of extended magnitude bits, with its leading bit."""
-    return bits & bit_ops.low_mask(carrier.fraction) | 1 << carrier.fraction
+    return bits & low_mask(carrier.fraction) | 1 << carrier.fraction
 
 
 def divisor_of(magnitude: Array, carrier: Carrier) -> Divisor:
@@ -453,7 +448,7 @@ def divisor_of_product(
     product = product << (top_bit - (width + factor_bits))
     is_short = product >> top_bit == 0
     exponent_field = (bits >> carrier.fraction) + exponent + width - is_short.astype(product.dtype)
-    return Divisor.of(bit_ops.lax_where(is_short, product << 1, product), exponent_field, carrier)
+    return Divisor.of(lax_where(is_short, product << 1, product), exponent_field, carrier)
 
 
 def odd_quotient(magnitude: Array, divisor: Divisor, carrier: Carrier, ends: bool = False) -> Array:
@@ -467,9 +462,9 @@ def odd_quotient(magnitude: Array, divisor: Divisor, carrier: Carrier, ends: boo
     sticky = next_bit | (remainder != 0).astype(next_bit.dtype)
     if not ends:
         return _clamp_to_normal(exponent_field, digits, carrier) | sticky
-    shift = bit_ops.lax_clip(1 - exponent_field, 0, carrier.fraction + 2)
-    bits = (bit_ops.lax_clip(exponent_field - 1, 0, 2 * carrier.bias) << carrier.fraction) + (digits >> shift)
-    return jnp.minimum(bits | sticky | (digits & bit_ops.low_mask(shift) != 0), carrier.inf - 1)
+    shift = lax_clip(1 - exponent_field, 0, carrier.fraction + 2)
+    bits = (lax_clip(exponent_field - 1, 0, 2 * carrier.bias) << carrier.fraction) + (digits >> shift)
+    return jnp.minimum(bits | sticky | (digits & low_mask(shift) != 0), carrier.inf - 1)
 
 
 def is_short_divisor(count: int, carrier: Carrier) -> bool:
@@ -494,22 +489,22 @@ def quotient_by_constant(magnitude: Array, count: int, exponent: int, carrier: C
     digits = significand_of_extended(bits, carrier)
     low_bits = fraction + 1 - (fraction + 1) // 2
     first, remainder = _divide_by_count(digits >> low_bits, count, carrier)
-    second, remainder = _divide_by_count(remainder << low_bits | digits & bit_ops.low_mask(low_bits), count, carrier)
+    second, remainder = _divide_by_count(remainder << low_bits | digits & low_mask(low_bits), count, carrier)
     third, remainder = _divide_by_count(remainder << extra_bits, count, carrier)
     # The quotient times 2^(M + 2 - field), or with one bit more, and whether further bits follow.
     quotient = (first << low_bits | second) << extra_bits | third
     sticky = (remainder != 0).astype(bits.dtype)
     has_extra_bit = quotient >> (fraction + 2)
     exponent_field = (bits >> fraction) - (exponent + count.bit_length()) + has_extra_bit
-    drop = 1 + has_extra_bit + bit_ops.lax_clip(1 - exponent_field, 0, fraction + 2)
+    drop = 1 + has_extra_bit + lax_clip(1 - exponent_field, 0, fraction + 2)
     kept_bits = quotient >> drop
     if odd:
-        rounded_bits = kept_bits | (quotient & bit_ops.low_mask(drop) != 0) | sticky
+        rounded_bits = kept_bits | (quotient & low_mask(drop) != 0) | sticky
     else:
         # A tie goes up if the number above is even.
         rounded_bits = (quotient + ((1 << (drop - 1)) - 1) + (kept_bits & 1 | sticky)) >> drop
-    rounded_bits = rounded_bits + (bit_ops.lax_clip(exponent_field - 1, 0, 2 * carrier.bias) << fraction)
-    return bit_ops.lax_where(magnitude == 0, 0, jnp.minimum(rounded_bits, carrier.inf - odd))
+    rounded_bits = rounded_bits + (lax_clip(exponent_field - 1, 0, 2 * carrier.bias) << fraction)
+    return lax_where(magnitude == 0, 0, jnp.minimum(rounded_bits, carrier.inf - odd))
 
 
 def _divide_by_count(dividend: Array, count: int, carrier: Carrier) -> tuple[Array, Array]:
@@ -540,8 +535,8 @@ def exact_quotient(sign: Array, magnitude: Array, is_divided: Array, divisor: Di
         rest = rest | digit.astype(unsigned) << bits_left
     lost_bit = rest & has_extra_bit.astype(unsigned)
     rest = next_bit.astype(unsigned) << (width - 1) | rest >> has_extra_bit.astype(unsigned)
-    rest, sticky = bit_ops.lax_where(is_divided, rest, 0), is_divided & ((remainder != 0) | (lost_bit != 0))
-    return ExactResult(sign, bit_ops.lax_where(is_divided, bits, magnitude), (rest != 0) | sticky, rest, sticky)
+    rest, sticky = lax_where(is_divided, rest, 0), is_divided & ((remainder != 0) | (lost_bit != 0))
+    return ExactResult(sign, lax_where(is_divided, bits, magnitude), (rest != 0) | sticky, rest, sticky)
 
 
 def _divide_to_digits(magnitude: Array, divisor: Divisor, carrier: Carrier) -> tuple[Array, Array, Array, Array, Array]:

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jchop._common import bit_ops
-from jchop._common.bit_ops import CARRIERS, Carrier
+from jchop._common.bit_ops import CARRIERS, Carrier, join_sign, lax_clip, lax_where, ordered_integers
 from jchop._core.rounding import modes
 from jchop._core.rounding.codebooks import pick_level
 from jchop._core.rounding.codes import significand
@@ -95,6 +94,7 @@ def sum_range(a: ValueRange, b: ValueRange) -> ValueRange:
 
 @lru_cache(maxsize=1024)
 def _range_of_format(fmt: ElementFormat) -> ValueRange:
+    """The quantum, the precision in bits, and the exponent above the largest value, of a format."""
     if isinstance(fmt, FloatFormat):
         return ValueRange(fmt.emin - fmt.frac_bits, fmt.precision, fmt.emax + 1)
     if isinstance(fmt, UniformFormat):
@@ -179,11 +179,6 @@ def rounds_on_carrier_grid(spec: Spec, carrier: Carrier) -> bool:
     return holds_largest and (fmt.emin == 1 - carrier.bias if has_subnormals else fmt.emin >= 1 - carrier.bias)
 
 
-def wraps_results(spec: Spec | None) -> bool:
-    """Whether results beyond the ends wrap, which needs every bit of an exact result."""
-    return spec is not None and spec.overflow is Overflow.WRAP
-
-
 @dataclass(frozen=True)
 class ExactResult:
     """A number |v| = (t + (rest + epsilon) 2^-W) ulp(t), with W the width of a word and 0 <= epsilon < 1.
@@ -203,7 +198,7 @@ class ExactResult:
 def round_exact(v: ExactResult, spec: Spec | None, carrier: Carrier, word: Array | None) -> Array:
     """`v` rounded once under `spec`; None: to the carrier itself, to nearest even."""
     if spec is None:
-        return bit_ops.join_sign(v.sign, v.magnitude + _increment(v, Rounding.NEAREST_EVEN), carrier)
+        return join_sign(v.sign, v.magnitude + _increment(v, Rounding.NEAREST_EVEN), carrier)
     return round_to_spec(*_arguments_of_round_to_spec(v, spec, carrier, word))
 
 
@@ -211,10 +206,10 @@ def exact_overflow_mask(v: ExactResult, spec: Spec, carrier: Carrier, word: Arra
     """Whether `v`, rounded under `spec`, is beyond the ends of its format; NaN counts as inside."""
     fmt = spec.format
     if isinstance(fmt, CodebookFormat):
-        ordered_bits, is_inexact = bit_ops.ordered_integers(v.sign, v.magnitude), v.inexact.astype(carrier.work)
+        ordered_bits, is_inexact = ordered_integers(v.sign, v.magnitude), v.inexact.astype(carrier.work)
         floor, ceiling = (
-            ordered_bits - bit_ops.lax_where(v.sign != 0, is_inexact, 0),
-            ordered_bits + bit_ops.lax_where(v.sign != 0, 0, is_inexact),
+            ordered_bits - lax_where(v.sign != 0, is_inexact, 0),
+            ordered_bits + lax_where(v.sign != 0, 0, is_inexact),
         )
         low, high = (carrier.ceil_bits(Fraction(end)) for end in (fmt.min, fmt.max))  # numbers of the carrier
         return ((floor < low) | (ceiling > high)) & (v.magnitude <= carrier.inf)
@@ -237,7 +232,7 @@ def _arguments_of_round_to_spec(
         spec = replace(spec, rounding=Rounding.STOCHASTIC_EQUAL, random_bits=None)
         # Words whose top bit, the coin of that mode, is the decision.
         word = away.astype(jnp.dtype(f"uint{carrier.work_width}")) << (carrier.work_width - 1)
-    return bit_ops.join_sign(v.sign, magnitude, carrier), spec, carrier, word
+    return join_sign(v.sign, magnitude, carrier), spec, carrier, word
 
 
 def below_last_place(v: ExactResult, draw: RandomBits | None = None) -> KnownFraction:
@@ -257,9 +252,9 @@ def _round_on_carrier_grid(v: ExactResult, odd_bits: Array, spec: Spec, carrier:
     grid = make_grid(spec.format, carrier)
     rounded = v.magnitude + _increment(v, spec.rounding, take_random_bits(word, spec, carrier))
     if spec.overflow is not Overflow.IEEE:  # a finite value does not become infinity here
-        rounded = bit_ops.lax_where(v.magnitude < carrier.inf, jnp.minimum(rounded, carrier.inf - 1), rounded)
+        rounded = lax_where(v.magnitude < carrier.inf, jnp.minimum(rounded, carrier.inf - 1), rounded)
     kept_below = max(grid.tiny_bits, grid.normal_bits if spec.flush else 0)
-    return bit_ops.lax_where(v.magnitude < kept_below, odd_bits, rounded) if kept_below else rounded
+    return lax_where(v.magnitude < kept_below, odd_bits, rounded) if kept_below else rounded
 
 
 # -- stochastic modes --------------------------------------------------------------------------------------------------
@@ -275,12 +270,12 @@ def _share_of_exact(v: ExactResult, grid: Grid) -> tuple[Array, Array]:
         high, depth = layout.word.astype(unsigned), layout.depth
     if isinstance(depth, int):
         return high << (width - depth) | v.rest >> depth, (v.rest << (width - depth) != 0) | v.sticky
-    left_shift = bit_ops.lax_clip(width - depth, 0, width - 1).astype(unsigned)
-    right_shift = bit_ops.lax_clip(depth - width, 0, width - 1).astype(unsigned)
-    depth_in_word = bit_ops.lax_clip(depth, 0, width - 1).astype(unsigned)
+    left_shift = lax_clip(width - depth, 0, width - 1).astype(unsigned)
+    right_shift = lax_clip(depth - width, 0, width - 1).astype(unsigned)
+    depth_in_word = lax_clip(depth, 0, width - 1).astype(unsigned)
     is_in_word = depth < width
-    share = (high << left_shift >> right_shift) | bit_ops.lax_where(is_in_word, v.rest >> depth_in_word, 0)
-    tail = bit_ops.lax_where(
+    share = (high << left_shift >> right_shift) | lax_where(is_in_word, v.rest >> depth_in_word, 0)
+    tail = lax_where(
         is_in_word, v.rest & (jnp.ones_like(v.rest) << depth_in_word) - 1, v.rest | (high ^ share << right_shift)
     )
     return share, (tail != 0) | v.sticky
@@ -298,7 +293,7 @@ def _tail_depth(v: ExactResult, grid: Grid) -> Array | int:
         return depth
     carrier = grid.carrier
     depth_below = grid.tiny_exponent + carrier.bias + carrier.fraction - jnp.maximum(v.magnitude >> carrier.fraction, 1)
-    return bit_ops.lax_where(v.magnitude < grid.tiny_bits, depth_below, depth)
+    return lax_where(v.magnitude < grid.tiny_bits, depth_below, depth)
 
 
 # == levels of a table =================================================================================================
@@ -316,23 +311,21 @@ def round_to_levels(v: ExactResult, fmt: CodebookFormat, mode: Rounding, carrier
     next_rest = lax.bitcast_convert_type(next_rest, rest.dtype)
     exceeds = (rest > next_rest) | ((rest == next_rest) & sticky)
     reaches = (floor == next_floor) & (exceeds | ((rest == next_rest) & (is_strict == 0)))
-    result = bit_ops.lax_where(reaches, upper, lower)
+    result = lax_where(reaches, upper, lower)
     if levels_beyond:
-        result = bit_ops.lax_where((floor == next_floor) & exceeds, levels_beyond[0], result)
+        result = lax_where((floor == next_floor) & exceeds, levels_beyond[0], result)
     is_nan = v.magnitude > carrier.inf
-    sign = bit_ops.lax_where(result < 0, jnp.full_like(result, carrier.sign_bit), 0)
-    return bit_ops.join_sign(
-        bit_ops.lax_where(is_nan, v.sign, sign), bit_ops.lax_where(is_nan, v.magnitude, jnp.abs(result)), carrier
-    )
+    sign = lax_where(result < 0, jnp.full_like(result, carrier.sign_bit), 0)
+    return join_sign(lax_where(is_nan, v.sign, sign), lax_where(is_nan, v.magnitude, jnp.abs(result)), carrier)
 
 
 def _floor_and_rest(v: ExactResult) -> tuple[Array, Array, Array]:
     """F, R, and whether further bits follow."""
     rounds_down = (v.sign != 0) & v.inexact
-    floor = bit_ops.ordered_integers(v.sign, v.magnitude) - rounds_down.astype(v.magnitude.dtype)
+    floor = ordered_integers(v.sign, v.magnitude) - rounds_down.astype(v.magnitude.dtype)
     # 1 - rest, rounded down if further bits follow.
     complement = ~v.rest + (v.sticky ^ True).astype(v.rest.dtype)
-    return floor, bit_ops.lax_where(rounds_down, complement, v.rest), v.sticky
+    return floor, lax_where(rounds_down, complement, v.rest), v.sticky
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, enable_x64, lax
 
-from jchop._common import bit_ops
-from jchop._common.bit_ops import FLOAT32, FLOAT64
+from jchop._common.bit_ops import FLOAT32, FLOAT64, lax_where, low_mask, with_constant
 from jchop._core.arithmetic.exact import ValueRange
 from jchop._core.rounding.codes import bits_to_float, float_to_bits
 from jchop._core.rounding.modes import take_random_bits
@@ -33,10 +32,8 @@ _SNAP_BITS, _DIVISOR_AND_MIDDLE_BITS = 46, 43
 def widen_float32(x: Array) -> Array:
     """float32 numbers in float64. Subnormal numbers, which conversions read as zero, are converted from their bits."""
     bits = float_to_bits(x)
-    magnitude = bit_ops.with_constant(lax.bitwise_and, bits, bit_ops.low_mask(31))
-    return _widen_in_two_ways(
-        x, magnitude, lax.select(bit_ops.with_constant(lax.lt, bits, 0), lax.neg(magnitude), magnitude)
-    )
+    magnitude = with_constant(lax.bitwise_and, bits, low_mask(31))
+    return _widen_in_two_ways(x, magnitude, lax.select(with_constant(lax.lt, bits, 0), lax.neg(magnitude), magnitude))
 
 
 def widen_magnitude(magnitude: Array) -> Array:
@@ -45,9 +42,9 @@ def widen_magnitude(magnitude: Array) -> Array:
 
 
 def _widen_in_two_ways(x: Array, magnitude: Array, count: Array) -> Array:
-    subnormal = bit_ops.with_constant(lax.mul, _convert_dtype(count, jnp.float64), 2.0**FLOAT32.tiny_exponent)
+    subnormal = with_constant(lax.mul, _convert_dtype(count, jnp.float64), 2.0**FLOAT32.tiny_exponent)
     return lax.select(
-        bit_ops.with_constant(lax.lt, magnitude, 1 << FLOAT32.fraction), subnormal, _convert_dtype(x, jnp.float64)
+        with_constant(lax.lt, magnitude, 1 << FLOAT32.fraction), subnormal, _convert_dtype(x, jnp.float64)
     )
 
 
@@ -58,13 +55,13 @@ def narrow_float64(x: Array) -> Array:
     """Numbers rounded to float32, to nearest even, also in the subnormal range."""
     magnitude, bits = lax.abs(x), float_to_bits(_convert_dtype(x, jnp.float32))
     # The last places of this sum count multiples of the smallest number.
-    total = bit_ops.with_constant(
-        lax.add, bit_ops.with_constant(lax.mul, magnitude, 2.0**-FLOAT32.tiny_exponent), 2.0**FLOAT64.fraction
+    total = with_constant(
+        lax.add, with_constant(lax.mul, magnitude, 2.0**-FLOAT32.tiny_exponent), 2.0**FLOAT64.fraction
     )
     subnormal_bits = lax.bitwise_or(
-        _convert_dtype(double_to_bits(total), jnp.int32), bit_ops.with_constant(lax.bitwise_and, bits, FLOAT32.sign_bit)
+        _convert_dtype(double_to_bits(total), jnp.int32), with_constant(lax.bitwise_and, bits, FLOAT32.sign_bit)
     )
-    bits = lax.select(bit_ops.with_constant(lax.lt, magnitude, 2.0 ** (1 - FLOAT32.bias)), subnormal_bits, bits)
+    bits = lax.select(with_constant(lax.lt, magnitude, 2.0 ** (1 - FLOAT32.bias)), subnormal_bits, bits)
     return bits_to_float(bits)
 
 
@@ -81,10 +78,8 @@ def double_to_bits(x: Array) -> Array:
 
 def format_spacing(x: Array, fmt: FloatFormat) -> Array:
     """The distance of the values of a format at positive numbers, as if its exponents had no upper end."""
-    power = lax.bitcast_convert_type(
-        bit_ops.with_constant(lax.bitwise_and, double_to_bits(x), FLOAT64.inf), jnp.float64
-    )
-    return bit_ops.with_constant(lax.mul, bit_ops.with_constant(lax.max, power, 2.0**fmt.emin), 2.0**-fmt.frac_bits)
+    power = lax.bitcast_convert_type(with_constant(lax.bitwise_and, double_to_bits(x), FLOAT64.inf), jnp.float64)
+    return with_constant(lax.mul, with_constant(lax.max, power, 2.0**fmt.emin), 2.0**-fmt.frac_bits)
 
 
 def can_divide_in_float64(bits: int, fmt: FloatFormat) -> bool:
@@ -120,7 +115,7 @@ def quotient_in_float64(magnitude: Array, divisor: Fraction, fmt: FloatFormat, o
     """`quotient_bits` as numbers of float64, finite for finite magnitudes."""
     with enable_x64(True):
         x = _near_quotient(magnitude, divisor, other, fmt)
-        lead = bit_ops.with_constant(lax.mul, format_spacing(x, fmt), FLOAT64_LEAD)
+        lead = with_constant(lax.mul, format_spacing(x, fmt), FLOAT64_LEAD)
         return lax.sub(lax.add(x, lead), lead)
 
 
@@ -129,7 +124,7 @@ def _near_quotient(magnitude: Array, divisor: Fraction, other: Array | None, fmt
 
     No binary32 number is an odd integer, other than 1, times such a middle, not even a subnormal one.
     """
-    x = bit_ops.with_constant(lax.mul, widen_magnitude(magnitude), float(1 / divisor))
+    x = with_constant(lax.mul, widen_magnitude(magnitude), float(1 / divisor))
     if other is None and fmt == binary32 and divisor.denominator == 1 and divisor.numerator % 2 and divisor > 1:
         return x
     return _snap_quotient(x if other is None else x * (1 / widen_magnitude(other)))
@@ -138,7 +133,7 @@ def _near_quotient(magnitude: Array, divisor: Fraction, other: Array | None, fmt
 def _snap_quotient(x: Array) -> Array:
     """Positive numbers rounded to fewer bits; infinity and NaN unchanged."""
     unit = 1 << (FLOAT64.fraction + 1 - _SNAP_BITS)
-    bits = bit_ops.with_constant(lax.bitwise_and, bit_ops.with_constant(lax.add, double_to_bits(x), unit >> 1), -unit)
+    bits = with_constant(lax.bitwise_and, with_constant(lax.add, double_to_bits(x), unit >> 1), -unit)
     return lax.bitcast_convert_type(bits, jnp.float64)
 
 
@@ -183,7 +178,7 @@ def operation_in_float64(name: str, args: Sequence[Array], spec: Spec, word: Arr
     bits = [float_to_bits(x) for x in args]
     sign = (bits[0] ^ bits[1] if name == "div" else bits[0]) & FLOAT32.sign_bit
     with enable_x64(True):
-        x, *divisors = (widen_magnitude(magnitude_bits & bit_ops.low_mask(31)) for magnitude_bits in bits)
+        x, *divisors = (widen_magnitude(magnitude_bits & low_mask(31)) for magnitude_bits in bits)
         exact = _snap_quotient(x * (1 / divisors[0]) if divisors else lax.sqrt(x))
         spacing = format_spacing(exact, fmt)
         value = (exact + spacing * FLOAT64_LEAD) - spacing * FLOAT64_LEAD
@@ -194,11 +189,9 @@ def operation_in_float64(name: str, args: Sequence[Array], spec: Spec, word: Arr
             reaches = x >= point * divisors[0] if divisors else _root_reaches(x, point)
             value = value + lax.select(reaches, spacing, jnp.zeros_like(spacing))
         overflow = fmt.max if spec.overflow is Overflow.SATURATE or fmt.saturates else np.inf if fmt.has_inf else np.nan
-        value = bit_ops.lax_where((exact == np.inf) | (value > float(fmt.max)), np.float64(overflow), value)
+        value = lax_where((exact == np.inf) | (value > float(fmt.max)), np.float64(overflow), value)
         if not divisors:  # a root of -0 is -0
-            value = bit_ops.lax_where(
-                lax.bitcast_convert_type(bits[0], jnp.uint32) > 1 << 31, np.float64(np.nan), value
-            )
+            value = lax_where(lax.bitcast_convert_type(bits[0], jnp.uint32) > 1 << 31, np.float64(np.nan), value)
         subnormal = fmt.emin - fmt.frac_bits < 1 - FLOAT32.bias
         number = narrow_float64(value) if subnormal else value.astype(jnp.float32)
     return bits_to_float(float_to_bits(number) | sign)

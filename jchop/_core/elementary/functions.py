@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jchop._common import bit_ops
-from jchop._common.bit_ops import FLOAT32
+from jchop._common.bit_ops import FLOAT32, join_sign, lax_clip, lax_where
 from jchop._core.arithmetic import float64
 from jchop._core.arithmetic.double_word import full_word_product
 from jchop._core.arithmetic.exact import has_spare_bits, round_exact
@@ -148,6 +147,7 @@ def _exp2(x: Argument) -> FunctionValue:
 
 
 def _expm1(x: Argument) -> FunctionValue:
+    """The value e^x - 1 = 2^n (e^r - 1) + 2^n - 1, where x = n log 2 + r."""
     abs_x, shift = _clamp_size(x, FIRST_ORDER, _MOST_EXPONENTIAL)
     number = x.signed(abs_x)
     r, n = _reduce_by_log2(pair_of_number(number))
@@ -166,7 +166,7 @@ def _logistic(x: Argument) -> FunctionValue:
     divisor = pairs.fast_add_pairs(_ONE, t.scaled(_power_of_small_term(n)))
     top = pairs.select_pair(x.negative, t, pair_of_number(jnp.ones_like(abs_x)))
     cases = ((x.infinite, 1.0), (x.infinite & x.negative, 0.0))
-    return FunctionValue(top / divisor, bit_ops.lax_where(x.negative, n, 0), ((x.zero, 0.5), *cases))
+    return FunctionValue(top / divisor, lax_where(x.negative, n, 0), ((x.zero, 0.5), *cases))
 
 
 def _sinh_and_cosh(abs_x: Array) -> tuple[FloatPair, FloatPair, Array]:
@@ -268,6 +268,7 @@ _LARGE_ARGUMENT_EXPONENT = 30
 
 
 def _log1p(x: Argument) -> FunctionValue:
+    """The logarithm of 1 + x, from a significand m and an exponent n of 1 + x."""
     abs_x, shift = x.size(FIRST_ORDER, 2 * _LARGE_ARGUMENT_EXPONENT)
     m, n = _normalize_pair(pairs.two_sum(x.signed(abs_x), np.float32(1)))
     is_below_domain = x.negative & x.exceeds(1.0)
@@ -286,7 +287,7 @@ def _arcsinh(x: Argument) -> FunctionValue:
     n = n + jnp.maximum(x.exponent - _LARGE_ARGUMENT_EXPONENT, 0)
     is_small = abs_x < 0.17
     s = pairs.select_pair(is_small, pair_of_number(abs_x) / root, _artanh_argument(m))
-    total = _log_of_artanh_argument(s, bit_ops.lax_where(is_small, 0, n)).scaled(np.float32(0.5))
+    total = _log_of_artanh_argument(s, lax_where(is_small, 0, n)).scaled(np.float32(0.5))
     cases = ((x.zero, 0.0), (x.infinite, _INF))
     return FunctionValue(total, shift + (~is_small).astype(shift.dtype), cases, x.sign)
 
@@ -301,7 +302,7 @@ def _arccosh(x: Argument) -> FunctionValue:
     m, n = _normalize_pair(root + pair_of_number(abs_x))
     is_small = abs_x < 1.05
     s = pairs.select_pair(is_small, t / (t + pair_of_constant(2)), _artanh_argument(m))
-    n = bit_ops.lax_where(is_small, 0, n + jnp.maximum(x.exponent - _LARGE_ARGUMENT_EXPONENT, 0))
+    n = lax_where(is_small, 0, n + jnp.maximum(x.exponent - _LARGE_ARGUMENT_EXPONENT, 0))
     is_one = x.equals(1.0) & ~x.negative
     is_outside = x.negative | ~x.exceeds(1.0)
     return FunctionValue(_log_of_artanh_argument(s, n), 0, ((x.infinite, _INF), (is_outside, _NAN), (is_one, 0.0)))
@@ -314,7 +315,7 @@ def _arctanh(x: Argument) -> FunctionValue:
     m, n = _normalize_pair(ratio)
     is_small = abs_x < 0.17
     s = pairs.select_pair(is_small, pair_of_number(abs_x), _artanh_argument(m))
-    total = _log_of_artanh_argument(s, bit_ops.lax_where(is_small, 0, n)).scaled(np.float32(0.5))
+    total = _log_of_artanh_argument(s, lax_where(is_small, 0, n)).scaled(np.float32(0.5))
     return FunctionValue(total, shift, ((x.zero, 0.0), (x.exceeds(1.0), _NAN), (x.equals(1.0), _INF)), x.sign)
 
 
@@ -327,7 +328,7 @@ def _payne_hanek_reduction(x: Argument) -> tuple[FloatPair, Array]:
     As in Payne and Hanek (SIGNUM Newsletter 18 (1983) 19): the fraction of 2^k / (2 π), times the significand as an
     integer, in 96 bits.
     """
-    table_index = bit_ops.lax_clip(x.exponent - 23, constants.LEAST_PLACE, constants.MOST_PLACE) - constants.LEAST_PLACE
+    table_index = lax_clip(x.exponent - 23, constants.LEAST_PLACE, constants.MOST_PLACE) - constants.LEAST_PLACE
     first, second, third = (take_in_bounds(jnp.asarray(word), table_index) for word in constants.inverse_of_two_pi())
     significand = (x.significand * 2.0**23).astype(jnp.uint32)
     (high, low), (lower, lowest) = (full_word_product(word, significand) for word in (second, third))
@@ -350,7 +351,7 @@ def _reduce_angle(x: Argument) -> tuple[FloatPair, Array, Array, Array]:
     abs_x, shift = x.size(SECOND_ORDER, 0)
     r, q = _payne_hanek_reduction(x)
     is_small = ~x.exceeds(0.75)
-    return pairs.select_pair(is_small, pair_of_number(abs_x), r), bit_ops.lax_where(is_small, 0, q), shift, x.infinite
+    return pairs.select_pair(is_small, pair_of_number(abs_x), r), lax_where(is_small, 0, q), shift, x.infinite
 
 
 def _sine_or_cosine(r: FloatPair, cosine: Array) -> FloatPair:
@@ -362,7 +363,7 @@ def _sine_or_cosine(r: FloatPair, cosine: Array) -> FloatPair:
 
 
 def _sign_bit_if(condition: Array) -> Array:
-    return bit_ops.lax_where(condition, np.int32(-(2**31)), np.int32(0))
+    return lax_where(condition, np.int32(-(2**31)), np.int32(0))
 
 
 def _sin(x: Argument) -> FunctionValue:
@@ -378,6 +379,7 @@ def _cos(x: Argument) -> FunctionValue:
 
 
 def _tan(x: Argument) -> FunctionValue:
+    """The quotient sin r / cos r of the rest r in quadrant q; in odd quadrants -cos r / sin r."""
     r, q, shift, infinite = _reduce_angle(x)
     sine, cosine = (pairs.polynomial_of_pair(r * r, constants.series(name), 4) for name in ("sin", "cos"))
     sine = r * sine
@@ -391,10 +393,7 @@ def _tan(x: Argument) -> FunctionValue:
 
 
 def angle_of(
-    y: FloatPair,
-    x: FloatPair,
-    negative_x: Array | None = None,
-    divide: Callable[[FloatPair, FloatPair], FloatPair] = operator.truediv,
+    y: FloatPair, x: FloatPair, negative_x: Array | None = None, divide: Callable[..., FloatPair] = operator.truediv
 ) -> FloatPair:
     """The angle in [0, π/2] of a point with nonnegative coordinates: arctan(c) + arctan(t).
 
@@ -402,10 +401,10 @@ def angle_of(
     """
     steep, one = y.hi > 4 * x.hi, np.float32(1)
     flat, half, diagonal = (y.hi < limit * x.hi for limit in (0.25, 0.75, 1.4))
-    c = bit_ops.lax_where(flat, 0 * one, bit_ops.lax_where(half, one / 2, bit_ops.lax_where(diagonal, one, 2 * one)))
+    c = lax_where(flat, 0 * one, lax_where(half, one / 2, lax_where(diagonal, one, 2 * one)))
     zero = pair_of_number(jnp.zeros_like(c))
-    numerator = pairs.select_pair(steep, zero, y) + x.scaled(-bit_ops.lax_where(steep, one, c))
-    denominator = pairs.select_pair(steep, y, x) + y.scaled(bit_ops.lax_where(steep, 0 * one, c))
+    numerator = pairs.select_pair(steep, zero, y) + x.scaled(-lax_where(steep, one, c))
+    denominator = pairs.select_pair(steep, y, x) + y.scaled(lax_where(steep, 0 * one, c))
     half_angle, right = constants.arctangent_of_inverse(2), constants.pi() / 2
     angles = ((diagonal, right / 2), (half, half_angle), (flat, Fraction(0)), (steep, right))
     t = divide(numerator, denominator)
@@ -414,7 +413,7 @@ def angle_of(
         base_angle = pairs.select_pair(
             negative_x, _constant_of_case(right + half_angle, [(case, 2 * right - v) for case, v in angles]), base_angle
         )
-        t = t.scaled(bit_ops.lax_where(negative_x, -one, one))
+        t = t.scaled(lax_where(negative_x, -one, one))
     return base_angle + arctangent_series(t, "arctan")
 
 
@@ -498,7 +497,7 @@ def _erfc(x: Argument) -> FunctionValue:
     reflection = pairs.fast_add_pairs(pair_of_constant(2), scaled_erfc.scaled(-_power_of_small_term(n)))
     value = pairs.select_pair(is_large, pairs.select_pair(x.negative, reflection, scaled_erfc), erf)
     cases = ((x.zero, 1.0), (x.infinite, 0.0), (x.infinite & x.negative, 2.0))
-    return FunctionValue(value, bit_ops.lax_where(is_large & ~x.negative, n, 0), cases)
+    return FunctionValue(value, lax_where(is_large & ~x.negative, n, 0), cases)
 
 
 # -- roots and multiples -----------------------------------------------------------------------------------------------
@@ -519,6 +518,7 @@ def _cube_error(guess: Array, number: Array) -> Array:
 
 
 def _rsqrt(x: Argument) -> FunctionValue:
+    """The value x^(-1/2), by the hardware's guess and two steps of Newton."""
     is_odd = x.exponent & 1
     number = x.significand * float32_power_of_two(is_odd)
     guess = pairs.hide_from_contraction(lax.rsqrt(number), number)
@@ -580,7 +580,7 @@ UNARY_FUNCTIONS: dict[str, Callable[[Argument], FunctionValue]] = {
 
 def _clamp_difference(a: Array, b: Array, limit: int) -> Array:
     """A - b, at least -`limit` and at most `limit`."""
-    return bit_ops.lax_clip(a - b, -limit, limit)
+    return lax_clip(a - b, -limit, limit)
 
 
 # -- the root of a sum of squares --------------------------------------------------------------------------------------
@@ -594,7 +594,7 @@ def _hypot(x: Argument, y: Argument) -> FunctionValue:
     swap = x.magnitude < y.magnitude
     larger, smaller = select_argument(swap, y, x), select_argument(swap, x, y)
     a, gap = larger.significand, _clamp_difference(smaller.exponent, larger.exponent, -SECOND_ORDER)
-    b = bit_ops.lax_where(smaller.zero, 0.0, smaller.significand * float32_power_of_two(gap))
+    b = lax_where(smaller.zero, 0.0, smaller.significand * float32_power_of_two(gap))
     value = pairs.root_of_pair(pairs.two_product(a, a) + pairs.two_product(b, b))
     cases = ((larger.zero, 0.0), (larger.nan, _NAN), (x.infinite | y.infinite, _INF))
     return FunctionValue(value, larger.exponent, cases)
@@ -610,14 +610,14 @@ def _arctan2(y: Argument, x: Argument) -> FunctionValue:
     is_steep = (x.zero & ~y.zero) | (y.infinite & ~both)
     negative_x = x.negative
     difference = y.exponent - x.exponent
-    exponent_gap = bit_ops.lax_clip(difference, bit_ops.lax_where(negative_x, FIRST_ORDER, SECOND_ORDER), -FIRST_ORDER)
-    shift = bit_ops.lax_where(negative_x, 0, jnp.minimum(difference - exponent_gap, 0))
-    numerator = bit_ops.lax_where(both, 1.0, y.significand * float32_power_of_two(jnp.maximum(exponent_gap, -60)))
+    exponent_gap = lax_clip(difference, lax_where(negative_x, FIRST_ORDER, SECOND_ORDER), -FIRST_ORDER)
+    shift = lax_where(negative_x, 0, jnp.minimum(difference - exponent_gap, 0))
+    numerator = lax_where(both, 1.0, y.significand * float32_power_of_two(jnp.maximum(exponent_gap, -60)))
     numerator, shift = (
-        bit_ops.lax_where(is_flat, 0.0, bit_ops.lax_where(is_steep, 1.0, numerator)),
-        bit_ops.lax_where(is_steep | both, 0, shift),
+        lax_where(is_flat, 0.0, lax_where(is_steep, 1.0, numerator)),
+        lax_where(is_steep | both, 0, shift),
     )
-    denominator = bit_ops.lax_where(is_steep, 0.0, bit_ops.lax_where(both | is_flat, 1.0, x.significand))
+    denominator = lax_where(is_steep, 0.0, lax_where(both | is_flat, 1.0, x.significand))
     value = angle_of(pair_of_number(numerator), pair_of_number(denominator), negative_x, pairs.divide_pairs_exactly)
     return FunctionValue(value, shift, ((is_flat & ~negative_x, 0.0), (x.nan | y.nan, _NAN)), y.sign)
 
@@ -636,30 +636,30 @@ def _logaddexp(x: Argument, y: Argument) -> FunctionValue:
 
     log(1 + t) is 2 artanh(t / (2 + t)), or log(2) + 2 artanh((t - 1) / (t + 3)) for t near 1.
     """
-    x_order, y_order = (bit_ops.lax_where(v.negative, -v.magnitude, v.magnitude) for v in (x, y))
+    x_order, y_order = (lax_where(v.negative, -v.magnitude, v.magnitude) for v in (x, y))
     swap = x_order < y_order
     m = select_argument(swap, y, x)
     a, b = (v.clamp(-100, 2.0**100) for v in (x, y))
-    d = pairs.two_sum(bit_ops.lax_where(swap, a, b), -bit_ops.lax_where(swap, b, a))
+    d = pairs.two_sum(lax_where(swap, a, b), -lax_where(swap, b, a))
     is_far = d.hi < -300
     t, n = _exp_of_eighths_precisely(
         *reduce_to_eighths(pairs.select_pair(is_far, pair_of_number(jnp.full_like(a, -300)), d))
     )
     t_value = t.scaled(float32_power_of_two(jnp.maximum(n, -60)))
     is_near = t_value.hi > 0.41
-    n = bit_ops.lax_where(is_near, 0, n)
+    n = lax_where(is_near, 0, n)
     numerator = pairs.select_pair(is_near, t_value + pair_of_constant(-1), t)
     denominator = pairs.fast_add_pairs(pairs.select_pair(is_near, pair_of_constant(3), pair_of_constant(2)), t_value)
     s = numerator / denominator
     z = s.scaled(float32_power_of_two(jnp.maximum(n, -60)))
     term = (s * pairs.polynomial_of_pair(z * z, constants.series("artanh"), 4)).scaled(np.float32(2))
     log = pairs.select_pair(is_near, pairs.fast_add_pairs(pair_of_constant(constants.log_of_integer(2)), term), term)
-    scale = bit_ops.lax_where(m.zero, n, jnp.maximum(m.exponent, n))
+    scale = lax_where(m.zero, n, jnp.maximum(m.exponent, n))
     larger = m.signed(m.significand * float32_power_of_two(_clamp_difference(m.exponent, scale, -FIRST_ORDER)))
     log = log.scaled(float32_power_of_two(_clamp_difference(n, scale, -FIRST_ORDER)))
-    total = pair_of_number(bit_ops.lax_where(m.zero, 0.0, larger)) + log
+    total = pair_of_number(lax_where(m.zero, 0.0, larger)) + log
     lows = [v.infinite & v.negative for v in (x, y)]
-    number = bit_ops.lax_where(m.zero, 0.0, bits_to_float(m.magnitude | m.sign))
+    number = lax_where(m.zero, 0.0, bits_to_float(m.magnitude | m.sign))
     cases = ((lows[0] | lows[1], number), (m.infinite & ~m.negative, _INF), (x.nan | y.nan, _NAN))
     return FunctionValue(total, scale, cases)
 
@@ -675,7 +675,7 @@ def _power_function(x: Argument, y: Argument) -> FunctionValue:
     high, low = pairs.split_significand(number)
     estimate = number * (n + (log_parts[0] + log_parts[1])) + number * log_rest.hi
     is_beyond = jnp.abs(estimate) > 300
-    eighths = bit_ops.lax_where(is_beyond, jnp.copysign(np.float32(2400), estimate), jnp.round(estimate * 8))
+    eighths = lax_where(is_beyond, jnp.copysign(np.float32(2400), estimate), jnp.round(estimate * 8))
     first = pairs.two_sum(high * n, high * log_parts[0])
     high_sum = pairs.two_sum(first.hi - eighths / 8, low * n) + pairs.two_sum(low * log_parts[0], high * log_parts[1])
     low_sum = pairs.two_sum(first.lo, low * log_parts[1]) + pair_of_number(high * log_parts[2])
@@ -712,7 +712,7 @@ def _drop_tail_if_exact(value: FloatPair, exponent: Array) -> FloatPair:
     eighths = jnp.round(exponent * 8)
     can_be_exact = (eighths == exponent * 8) & (eighths >= 1) & (eighths <= 120)
     is_close = jnp.abs(value.lo) < np.float32(2.0**-40) * value.hi
-    return FloatPair(value.hi, bit_ops.lax_where(can_be_exact & is_close, 0.0, value.lo))
+    return FloatPair(value.hi, lax_where(can_be_exact & is_close, 0.0, value.lo))
 
 
 def _power_cases(x: Argument, y: Argument, number: Array) -> tuple[tuple[tuple[Array, float], ...], Array]:
@@ -723,7 +723,7 @@ def _power_cases(x: Argument, y: Argument, number: Array) -> tuple[tuple[tuple[A
     is_one = x.equals(1.0)
     is_below_one = ~x.exceeds(1.0) & ~is_one
     falls = y.negative ^ is_below_one  # x^y is below 1
-    flip = bit_ops.lax_where(is_odd & x.negative, x.sign, 0)
+    flip = lax_where(is_odd & x.negative, x.sign, 0)
     is_extreme = y.infinite | x.zero | x.infinite
     is_nan = x.negative & ~is_integer & ~x.zero & ~x.infinite & ~y.infinite
     cases = (
@@ -775,6 +775,7 @@ def elementary_function(x: Array, *more: Array, name: str, spec: Spec) -> Array:
 
 
 def _round_function(operands: list[Array], word: Array | None, name: str, spec: Spec) -> Array:
+    """A named function of carrier values, rounded once to a spec; `word` is for stochastic rounding."""
     arguments = [split_argument(x) for x in operands]
     if name in BINARY_FUNCTIONS:
         value = BINARY_FUNCTIONS[name](*arguments)
@@ -783,4 +784,4 @@ def _round_function(operands: list[Array], word: Array | None, name: str, spec: 
         value = replace(value, cases=(*value.cases, (arguments[0].nan, operands[0])))
     if spec.rounding.stochastic and not isinstance(spec.format, CodebookFormat):
         return round_exact(exact_of_value(value), spec, FLOAT32, word)
-    return round_to_spec(bit_ops.join_sign(*round_value_to_odd(value), FLOAT32), spec, FLOAT32, word)
+    return round_to_spec(join_sign(*round_value_to_odd(value), FLOAT32), spec, FLOAT32, word)

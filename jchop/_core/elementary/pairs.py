@@ -21,8 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jchop._common import bit_ops
-from jchop._common.bit_ops import FLOAT32
+from jchop._common.bit_ops import FLOAT32, lax_clip, lax_where, low_mask, split_sign
 from jchop._core.arithmetic import double_word
 from jchop._core.arithmetic.exact import ExactResult
 from jchop._core.rounding.codes import bits_to_float, float_to_bits, significand
@@ -88,7 +87,7 @@ def pair_of_number(x: Array) -> FloatPair:
 
 
 def select_pair(where: Array, a: FloatPair, b: FloatPair) -> FloatPair:
-    return FloatPair(bit_ops.lax_where(where, a.hi, b.hi), bit_ops.lax_where(where, a.lo, b.lo))
+    return FloatPair(lax_where(where, a.hi, b.hi), lax_where(where, a.lo, b.lo))
 
 
 def hide_from_contraction(x: Array, positive: Array) -> Array:
@@ -239,12 +238,12 @@ class Argument:
 
     def size(self, least: int, most: int) -> tuple[Array, Array]:
         """|x| with its exponent clamped between two; and x's exponent minus `least` if it is negative, else 0."""
-        exponent = bit_ops.lax_clip(self.exponent, least, most)
+        exponent = lax_clip(self.exponent, least, most)
         return self.significand * float32_power_of_two(exponent), jnp.minimum(self.exponent - least, 0)
 
     def clamp(self, least: int, most: float) -> Array:
         """The number x with its magnitude clamped between 2^least and `most`."""
-        bits = bit_ops.lax_clip(self.magnitude, (FLOAT32.bias + least) << FLOAT32.fraction, _float32_bits(most))
+        bits = lax_clip(self.magnitude, (FLOAT32.bias + least) << FLOAT32.fraction, _float32_bits(most))
         return bits_to_float(bits | self.sign)
 
     def signed(self, size: Array) -> Array:
@@ -258,14 +257,14 @@ def _float32_bits(number: float) -> int:
 
 def split_argument(x: Array) -> Argument:
     """The parts of float32 numbers, also of subnormal ones; infinities and NaN have only a sign and a magnitude."""
-    sign, magnitude = bit_ops.split_sign(x, FLOAT32)
+    sign, magnitude = split_sign(x, FLOAT32)
     exponent, count = double_word.normalize_magnitude(magnitude, FLOAT32)
-    bits = count & bit_ops.low_mask(FLOAT32.fraction) | _BITS_OF_ONE
+    bits = count & low_mask(FLOAT32.fraction) | _BITS_OF_ONE
     return Argument(sign, magnitude, bits_to_float(bits), exponent)
 
 
 def select_argument(where: Array, a: Argument, b: Argument) -> Argument:
-    return Argument(*map(partial(bit_ops.lax_where, where), vars(a).values(), vars(b).values()))
+    return Argument(*map(partial(lax_where, where), vars(a).values(), vars(b).values()))
 
 
 def float32_power_of_two(exponent: Any) -> Any:
@@ -292,30 +291,30 @@ def round_value_to_odd(value: FunctionValue) -> tuple[Array, Array]:
     bits = (bits - (low < 0).astype(bits.dtype)) | (low != 0).astype(bits.dtype)
     if not (isinstance(value.exponent, int) and value.exponent == 0):
         exponent_field = (bits >> FLOAT32.fraction) + value.exponent
-        shift = bit_ops.lax_clip(1 - exponent_field, 0, FLOAT32.fraction + 1)
+        shift = lax_clip(1 - exponent_field, 0, FLOAT32.fraction + 1)
         digits = significand(bits, FLOAT32)
         kept_digits = digits >> shift
         subnormal_bits = kept_digits | (kept_digits << shift != digits).astype(bits.dtype)
-        normal_bits = bit_ops.lax_where(
+        normal_bits = lax_where(
             exponent_field >= FLOAT32.inf >> FLOAT32.fraction,
             FLOAT32.inf - 1,
             bits + (value.exponent << FLOAT32.fraction),
         )
-        bits = bit_ops.lax_where(exponent_field < 1, subnormal_bits, normal_bits)
+        bits = lax_where(exponent_field < 1, subnormal_bits, normal_bits)
     for where, number in value.cases:
         case_sign, case_bits = _sign_and_magnitude(number)
-        sign, bits = bit_ops.lax_where(where, case_sign, sign), bit_ops.lax_where(where, case_bits, bits)
+        sign, bits = lax_where(where, case_sign, sign), lax_where(where, case_bits, bits)
     return sign ^ value.flip, bits
 
 
 def _split_pair(pair: FloatPair) -> tuple[Array, Array, Array]:
     """The sign bit and the bits of |hi|; lo, counted away from zero."""
-    sign, bits = bit_ops.split_sign(pair.hi, FLOAT32)
+    sign, bits = split_sign(pair.hi, FLOAT32)
     return sign, bits, bits_to_float(float_to_bits(pair.lo) ^ sign)
 
 
 def _sign_and_magnitude(number: Array | float) -> tuple[Array, Array]:
-    return bit_ops.split_sign(jnp.asarray(number, jnp.float32), FLOAT32)
+    return split_sign(jnp.asarray(number, jnp.float32), FLOAT32)
 
 
 def exact_of_value(value: FunctionValue) -> ExactResult:
@@ -343,16 +342,16 @@ def _rest_below_bits(bits: Array, low: Array) -> Array:
 def _multiply_exact_by_power(v: ExactResult, exponent: Array | int) -> ExactResult:
     """A normal number times 2^exponent."""
     field = (v.magnitude >> FLOAT32.fraction) + exponent
-    fraction = v.magnitude & bit_ops.low_mask(FLOAT32.fraction)
+    fraction = v.magnitude & low_mask(FLOAT32.fraction)
     beyond = field >= FLOAT32.inf >> FLOAT32.fraction
-    magnitude = bit_ops.lax_where(beyond, FLOAT32.inf - 1, (field << FLOAT32.fraction) + fraction)
-    shift = bit_ops.lax_clip(1 - field, 0, 31)
+    magnitude = lax_where(beyond, FLOAT32.inf - 1, (field << FLOAT32.fraction) + fraction)
+    shift = lax_clip(1 - field, 0, 31)
     digits = significand(v.magnitude, FLOAT32)
-    tail = digits & bit_ops.low_mask(shift)
-    magnitude = bit_ops.lax_where(field < 1, digits >> shift, magnitude)
+    tail = digits & low_mask(shift)
+    magnitude = lax_where(field < 1, digits >> shift, magnitude)
     word = shift.astype(v.rest.dtype)
-    rest = bit_ops.lax_where(shift > 0, tail.astype(word.dtype) << 1 << (31 - word) | v.rest >> word, v.rest)
-    rest = bit_ops.lax_where(beyond, ~jnp.zeros_like(rest), rest)
+    rest = lax_where(shift > 0, tail.astype(word.dtype) << 1 << (31 - word) | v.rest >> word, v.rest)
+    rest = lax_where(beyond, ~jnp.zeros_like(rest), rest)
     return ExactResult(v.sign, magnitude, v.inexact | (tail != 0) | beyond, rest, v.inexact | beyond, beyond)
 
 
@@ -360,10 +359,10 @@ def _exact_or_case(v: ExactResult, where: Array, number: Array | float) -> Exact
     """`v`, or an exact number if the condition holds."""
     sign, magnitude = _sign_and_magnitude(number)
     return ExactResult(
-        bit_ops.lax_where(where, sign, v.sign),
-        bit_ops.lax_where(where, magnitude, v.magnitude),
+        lax_where(where, sign, v.sign),
+        lax_where(where, magnitude, v.magnitude),
         v.inexact & ~where,
-        bit_ops.lax_where(where, 0, v.rest),
+        lax_where(where, 0, v.rest),
         v.sticky & ~where,
         v.beyond & ~where,
     )

@@ -19,15 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jchop._common import bit_ops
-from jchop._common.bit_ops import FLOAT32, FLOAT64, Carrier
+from jchop._common.bit_ops import FLOAT32, FLOAT64, Carrier, floor_log2_integers, join_sign, low_mask, split_sign
 from jchop._core.arithmetic import double_word, exact, float64
 from jchop._core.arithmetic.double_word import DoubleWord
-from jchop._core.rounding import modes
+from jchop._core.arithmetic.exact import ExactResult, carrier_range, range_of, round_exact
 from jchop._core.rounding.codes import bits_to_float, exponent_and_significand, float_to_bits
 from jchop._core.rounding.elements import round_to_spec
 from jchop._core.rounding.grid import CARRIER_SPECS
-from jchop._core.rounding.modes import take_random_bits
+from jchop._core.rounding.modes import AWAY_FROM_ZERO, take_random_bits
 from jchop._spec.accumulation import MERGED, MatmulSpec
 from jchop._spec.spec import Spec
 from jchop.formats import ElementFormat, FloatFormat, ScaledFormat
@@ -71,8 +70,7 @@ class TensorCoreUnit:
     def overflows(self) -> bool:
         """Whether a finite product may be 2^128 or more, and is then infinite."""
         return (
-            self.spec.order.kind == "aligned_apart"
-            and 2 * exact.range_of(self.spec.operands, FLOAT32).top > FLOAT32.bias + 1
+            self.spec.order.kind == "aligned_apart" and 2 * range_of(self.spec.operands, FLOAT32).top > FLOAT32.bias + 1
         )
 
     @property
@@ -100,19 +98,17 @@ class TensorCoreUnit:
         """Whether the product of two significands is exact in float32."""
         operands = self.spec.operands
         return (operands is not None and operands.scaled is not None) or (
-            2 * exact.range_of(operands, FLOAT32).bits <= FLOAT32.fraction + 1
+            2 * range_of(operands, FLOAT32).bits <= FLOAT32.fraction + 1
         )
 
     @property
     def most_units(self) -> int:
         """More than the sum of the magnitudes of all terms, in units of the grid of the sum."""
-        largest = 4 if self.merge_count == 1 else 4 << 2 * self._element.top
+        largest = 4
+        if self.merge_count > 1:
+            assert self.spec.operands is not None
+            largest = 4 << 2 * range_of(Spec(self.spec.operands.element), FLOAT32).top
         return (largest * self.length + 2) << (self.bits + EXTRA_SUM_BITS * self.apart)
-
-    @property
-    def _element(self) -> exact.ValueRange:
-        assert self.spec.operands is not None
-        return exact.range_of(Spec(self.spec.operands.element), FLOAT32)
 
     @property
     def group(self) -> int:
@@ -131,10 +127,7 @@ def require_aligned_order(spec: MatmulSpec, carrier: Carrier) -> None:
         ValueError: names the field.
     """
     has_scales = spec.operands is not None and spec.operands.scaled is not None
-    own, whole = (
-        exact.carrier_range(carrier) if has_scales else exact.range_of(spec.operands, carrier),
-        exact.carrier_range(FLOAT32),
-    )
+    own, whole = (carrier_range(carrier) if has_scales else range_of(spec.operands, carrier), carrier_range(FLOAT32))
     if own.precision > whole.precision or own.quantum < whole.quantum or own.top > whole.top:
         raise ValueError(
             f"operands={None if spec.operands is None else str(spec.operands)!r} of {carrier.name} may not be numbers "
@@ -201,10 +194,10 @@ def limb_factors(x: Array, unit: TensorCoreUnit, scales: Array | None = None) ->
 
 def _significands_and_exponents(x: Array, emin: int) -> tuple[Array, Array]:
     """Significands, with their sign, and exponents that are `emin` or more."""
-    sign, magnitude = bit_ops.split_sign(x, FLOAT32)
-    field, fraction = magnitude >> FLOAT32.fraction, magnitude & bit_ops.low_mask(FLOAT32.fraction)
-    lead = jnp.where(field > 0, FLOAT32.fraction, bit_ops.floor_log2_integers(jnp.maximum(fraction, 1), FLOAT32))
-    fraction = (fraction << (FLOAT32.fraction - lead)) & bit_ops.low_mask(FLOAT32.fraction)
+    sign, magnitude = split_sign(x, FLOAT32)
+    field, fraction = magnitude >> FLOAT32.fraction, magnitude & low_mask(FLOAT32.fraction)
+    lead = jnp.where(field > 0, FLOAT32.fraction, floor_log2_integers(jnp.maximum(fraction, 1), FLOAT32))
+    fraction = (fraction << (FLOAT32.fraction - lead)) & low_mask(FLOAT32.fraction)
     s = bits_to_float(fraction | FLOAT32.bias << FLOAT32.fraction)
     e = jnp.maximum(field, 1) - FLOAT32.bias - (FLOAT32.fraction - lead)
     s = s * _power_or_zero(jnp.where(magnitude == 0, -FLOAT32.bias, jnp.minimum(e - emin, 0)))
@@ -229,6 +222,9 @@ def _power_or_zero(exponent: Array) -> Array:
 # -- integers of two limbs ---------------------------------------------------------------------------------------------
 
 _Limbs = tuple[Array, Array]
+_Factors = Sequence[LimbFactors]
+#: Whether c is negative, its significand as an integer, and its exponent.
+_Accumulator = tuple[Array, Array, Array]
 
 
 def _carry_limbs(high: Array, low: Array) -> _Limbs:
@@ -253,12 +249,7 @@ def _add_limbs(parts: Sequence[_Limbs]) -> _Limbs:
 
 
 def _limbs_of_products(
-    x: Sequence[LimbFactors],
-    y: Sequence[LimbFactors],
-    exponents: list[Array],
-    largest: Array,
-    unit: TensorCoreUnit,
-    floats: list[Array],
+    x: _Factors, y: _Factors, exponents: list[Array], largest: Array, unit: TensorCoreUnit, floats: list[Array]
 ) -> _Limbs:
     """The sum of the products, cut to multiples of 2^(M - F), in two limbs."""
     if not unit.exact_floats:
@@ -290,13 +281,6 @@ def _limbs_of_long_product(
     return jnp.where(negative, -high, high), jnp.where(negative, -low, low)
 
 
-def _accumulator_parts(c: Array) -> tuple[Array, Array, Array]:
-    """Whether c is negative, its significand as an integer, and its exponent."""
-    sign, magnitude = bit_ops.split_sign(c, FLOAT32)
-    exponent, count = exponent_and_significand(magnitude, FLOAT32)
-    return sign != 0, count, exponent
-
-
 def _exponent_of_sum(count: Array, exponent: Array, unit: TensorCoreUnit) -> Array:
     """The exponent with which c enters the largest; a zero has the exponent of float32's subnormals."""
     if unit.sum_emin == 1 - FLOAT32.bias:
@@ -305,7 +289,7 @@ def _exponent_of_sum(count: Array, exponent: Array, unit: TensorCoreUnit) -> Arr
 
 
 def _limbs_of_accumulator(negative: Array, count: Array, down: Array, bits: int, floor: bool) -> _Limbs:
-    """C in units of 2^(M - bits), `down` = M minus the exponent of c: toward zero, or downward."""
+    """The accumulator in units of 2^(M - bits), where `down` is M minus its exponent: cut toward zero, or downward."""
     up = max(bits - FLOAT32.fraction, 0)
     high, low = (count >> (_LIMB - up), count << up & _LIMB_MASK) if up else (jnp.zeros_like(count), count)
     if floor:
@@ -322,10 +306,8 @@ def _negate_limbs_if(negative: Array, high: Array, low: Array) -> _Limbs:
 # -- the step ----------------------------------------------------------------------------------------------------------
 
 
-def fused_add_limbs(
-    c: Array, x: Sequence[LimbFactors], y: Sequence[LimbFactors], unit: TensorCoreUnit, word: Array | None
-) -> Array:
-    """A(t(c) + the sum of t(x_i y_i)), elementwise.
+def fused_add_limbs(c: Array, x: _Factors, y: _Factors, unit: TensorCoreUnit, word: Array | None) -> Array:
+    """The sum of c and the products x_i y_i, elementwise: terms cut to one grid, summed exactly, rounded once.
 
     Args:
         c: float32 accumulators.
@@ -340,24 +322,18 @@ def fused_add_limbs(
     if unit.overflows:
         beyond = [jnp.where(jnp.abs(p) >= 2, e + 1, e) > FLOAT32.bias for p, e in zip(floats, exponents, strict=True)]
         floats = [jnp.where(over, p * np.float32(np.inf), p) for p, over in zip(floats, beyond, strict=True)]
-    negative, digits, c_exp = _accumulator_parts(c)
+    sign, magnitude = split_sign(c, FLOAT32)
+    c_exp, digits = exponent_and_significand(magnitude, FLOAT32)
     special = reduce(jnp.add, floats, c)  # not finite if a product or c is not; else below the largest finite number
     add = _exact_sum_of_products_first if unit.apart else _exact_sum_of_all_terms
-    v = add(x, y, exponents, floats, (negative, digits, c_exp), unit)
+    v = add(x, y, exponents, floats, (sign != 0, digits, c_exp), unit)
     return _round_exact_sum(_exact_or_special(v, special), unit.spec.accumulate, word)
 
 
-_Accumulator = tuple[Array, Array, Array]
-
-
 def _exact_sum_of_all_terms(
-    x: Sequence[LimbFactors],
-    y: Sequence[LimbFactors],
-    exponents: list[Array],
-    floats: list[Array],
-    c: _Accumulator,
-    unit: TensorCoreUnit,
-) -> exact.ExactResult:
+    x: _Factors, y: _Factors, exponents: list[Array], floats: list[Array], c: _Accumulator, unit: TensorCoreUnit
+) -> ExactResult:
+    """The exact sum of c and the products, aligned to the largest exponent of all of them."""
     negative, digits, c_exp = c
     largest = reduce(jnp.maximum, exponents, _exponent_of_sum(digits, c_exp, unit))
     bits, unit_exponent = unit.bits, largest - unit.bits
@@ -380,13 +356,9 @@ def _exact_sum_of_all_terms(
 
 
 def _exact_sum_of_products_first(
-    x: Sequence[LimbFactors],
-    y: Sequence[LimbFactors],
-    exponents: list[Array],
-    floats: list[Array],
-    c: _Accumulator,
-    unit: TensorCoreUnit,
-) -> exact.ExactResult:
+    x: _Factors, y: _Factors, exponents: list[Array], floats: list[Array], c: _Accumulator, unit: TensorCoreUnit
+) -> ExactResult:
+    """The exact sum of c and the products, where products are aligned among themselves, then their sum and c."""
     negative, digits, c_exp = c
     parts = []
     for half in range(unit.halves):
@@ -413,7 +385,7 @@ def _exact_sum_of_products_first(
 # -- the exact sum -----------------------------------------------------------------------------------------------------
 
 
-def _exact_of_limbs(high: Array, low: Array, exponent: Array, unit: TensorCoreUnit) -> exact.ExactResult:
+def _exact_of_limbs(high: Array, low: Array, exponent: Array, unit: TensorCoreUnit) -> ExactResult:
     """(high 2^24 + low) 2^exponent, 0 <= low < 2^24."""
     negative = high < 0
     high, low = _negate_limbs_if(negative, high, low)
@@ -423,7 +395,7 @@ def _exact_of_limbs(high: Array, low: Array, exponent: Array, unit: TensorCoreUn
 
 def _exact_of_words(
     negative: Array, high: Array, low: Array | None, exponent: Array, unit: TensorCoreUnit
-) -> exact.ExactResult:
+) -> ExactResult:
     """(high 2^32 + low) 2^exponent; if `low` is None, it is zero."""
     zero = (high if low is None else high | low) == 0
     zero_sign = FLOAT32.sign_bit if unit.rounds_down else 0
@@ -435,9 +407,9 @@ def _exact_of_words(
     return double_word.exact_of_double_word(v, jnp.zeros_like(high), FLOAT32)
 
 
-def _exact_or_special(v: exact.ExactResult, special: Array) -> exact.ExactResult:
+def _exact_or_special(v: ExactResult, special: Array) -> ExactResult:
     """`special` in place of v unless it is finite; every NaN is one pattern."""
-    sign, magnitude = bit_ops.split_sign(special, FLOAT32)
+    sign, magnitude = split_sign(special, FLOAT32)
     is_nan = magnitude > FLOAT32.inf
     v = double_word.with_special_values(v, magnitude == FLOAT32.inf, is_nan, sign, FLOAT32)
     return replace(v, sign=jnp.where(is_nan, 0, v.sign))
@@ -446,23 +418,23 @@ def _exact_or_special(v: exact.ExactResult, special: Array) -> exact.ExactResult
 # -- one rounding ------------------------------------------------------------------------------------------------------
 
 
-def _round_exact_sum(v: exact.ExactResult, spec: Spec | None, word: Array | None) -> Array:
+def _round_exact_sum(v: ExactResult, spec: Spec | None, word: Array | None) -> Array:
     """`v` rounded once; beyond float32 it is infinite, unless the spec saturates."""
     if spec is None:
-        return exact.round_exact(v, None, FLOAT32, None)
+        return round_exact(v, None, FLOAT32, None)
     if is_float32_grid(spec):
         away = jnp.asarray(
-            modes.AWAY_FROM_ZERO[spec.rounding](exact.below_last_place(v, take_random_bits(word, spec, FLOAT32)))
+            AWAY_FROM_ZERO[spec.rounding](exact.below_last_place(v, take_random_bits(word, spec, FLOAT32)))
         )
         magnitude = v.magnitude + away.astype(jnp.int32)
         if spec.overflow is not Overflow.IEEE:
             stays = v.magnitude >= FLOAT32.inf if spec.overflow is Overflow.PROPAGATE else v.magnitude > FLOAT32.inf
             magnitude = jnp.where(stays, magnitude, jnp.minimum(magnitude, FLOAT32.inf - 1))
-        out = bit_ops.join_sign(v.sign, magnitude, FLOAT32)
+        out = join_sign(v.sign, magnitude, FLOAT32)
     else:
-        out = exact.round_exact(v, spec, FLOAT32, word)
+        out = round_exact(v, spec, FLOAT32, word)
     if spec.overflow is Overflow.IEEE and isinstance(spec.format, FloatFormat) and spec.format.has_inf:
-        out = jnp.where(v.beyond, bit_ops.join_sign(v.sign, jnp.full_like(v.magnitude, FLOAT32.inf), FLOAT32), out)
+        out = jnp.where(v.beyond, join_sign(v.sign, jnp.full_like(v.magnitude, FLOAT32.inf), FLOAT32), out)
     return out
 
 
@@ -508,13 +480,13 @@ def _double_power(exponent: Array) -> Array:
 
 
 def fused_add_doubles(c: Array, x: Sequence[DoubleFactors], y: Sequence[DoubleFactors], unit: TensorCoreUnit) -> Array:
-    """As `fused_add_limbs`, with accumulators in float64."""
+    """The sum of c and the products x_i y_i, as of `fused_add_limbs`, with accumulators and sums in float64."""
     exponents = [a.exponent + b.exponent for a, b in zip(x, y, strict=True)]
     values = [a.value * b.value for a, b in zip(x, y, strict=True)]
     values, exponents = merge_terms(values, exponents, unit)
     if unit.overflows:
         values = [jnp.where(jnp.abs(v) >= 2.0 ** (FLOAT32.bias + 1), v * jnp.inf, v) for v in values]
-    magnitude = bit_ops.split_sign(c, FLOAT64)[1]
+    magnitude = split_sign(c, FLOAT64)[1]
     c_exp = jnp.clip(
         (magnitude >> FLOAT64.fraction).astype(jnp.int32) - FLOAT64.bias, 1 - FLOAT32.bias, FLOAT32.bias + 1
     )
@@ -543,6 +515,7 @@ def _sum_of_all_terms(
 def _sum_of_products_first(
     c: Array, c_exp: Array, values: list[Array], exponents: list[Array], unit: TensorCoreUnit
 ) -> tuple[Array, Array]:
+    """The sum of c and the products in float64, as an integer and its exponent; products are aligned first."""
     groups = [slice(half, None, unit.halves) for half in range(unit.halves)]
     part_sums = [
         _sum_in_units(values[i], exponents[i], jnp.full_like(c_exp, LEAST_PRODUCT_EXPONENT), unit) for i in groups
@@ -564,9 +537,9 @@ def _round_double_sum(v: Array, spec: Spec | None) -> Array:
     spec = CARRIER_SPECS["float32"] if spec is None else spec
     out = round_to_spec(v, spec, FLOAT64)
     if spec.overflow is Overflow.IEEE and isinstance(spec.format, FloatFormat) and spec.format.has_inf:
-        sign, magnitude = bit_ops.split_sign(v, FLOAT64)
+        sign, magnitude = split_sign(v, FLOAT64)
         beyond = magnitude >> FLOAT64.fraction > FLOAT64.bias + FLOAT32.bias
-        infinite = bit_ops.join_sign(sign, jnp.maximum(magnitude, FLOAT64.inf), FLOAT64)  # or NaN
+        infinite = join_sign(sign, jnp.maximum(magnitude, FLOAT64.inf), FLOAT64)  # or NaN
         out = jnp.where(beyond, infinite, out)
     return out
 

@@ -20,8 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jchop._common import bit_ops
-from jchop._common.bit_ops import CARRIERS, FLOAT32, low_mask
+from jchop._common.bit_ops import CARRIERS, FLOAT32, lax_where, low_mask
 from jchop._core.rounding.codes import decode_elements
 from jchop._core.rounding.grid import carrier_holds
 from jchop._spec.spec import Spec
@@ -78,7 +77,7 @@ def _product_of_equal_groups(x: Array, codes: Array, scales: Array, format: Elem
         if groups % groups_per_step or group % rows:
             is_new = group_start + lax.iota(jnp.int32, groups_per_step) >= first_group
             is_new = is_new[:, None] & (row_start + lax.iota(jnp.int32, rows) >= offset)
-            xs, cs = bit_ops.lax_where(is_new, xs, 0), bit_ops.lax_where(is_new[:, :, None], cs, 0)
+            xs, cs = lax_where(is_new, xs, 0), lax_where(is_new[:, :, None], cs, 0)
         ss = lax.dynamic_slice_in_dim(scales, group_start, groups_per_step, 1)
         values = decode_parts(cs, format, x.dtype)
         return jnp.stack([_sum_over_groups(xs, part, s) for part, s in zip(values, ss, strict=True)])

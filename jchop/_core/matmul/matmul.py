@@ -99,9 +99,22 @@ def round_products(x: Array, y: Array, plan: MatmulPlan, draw: WordSource | None
     return multiply_and_round(x, y, spec, plan.carrier, word, plan.operand, plan.operand)
 
 
-def accumulate_product(c: Array, p: Array, plan: MatmulPlan, draw: WordSource | None, step: StepIndex) -> Array:
-    """A(c + p) of a sum `c` and a product `p`."""
-    return _round_tile_sum(c, p, plan, draw, step, plan.accumulator, plan.product)
+def _rounded_sum(first: str, second: str) -> Callable[..., Array]:
+    """The function A(x + y) of terms whose ranges are two fields of the plan."""
+
+    def add(x: Array, y: Array, plan: MatmulPlan, draw: WordSource | None, step: StepIndex) -> Array:
+        spec, ranges = plan.spec.accumulate, (getattr(plan, first), getattr(plan, second))
+        return add_and_round(x, y, spec, plan.carrier, _step_word(spec, draw, "accumulate", step), *ranges)
+
+    return add
+
+
+#: A sum and a product; two sums, of which the second is of a block, or of a part in pairwise order; two products, the
+#: lowest sums of pairwise order; a sum and the carrier's dot of a block.
+accumulate_product = _rounded_sum("accumulator", "product")
+combine_sums = _rounded_sum("accumulator", "accumulator")
+add_products = _rounded_sum("product", "product")
+add_dot = _rounded_sum("accumulator", "dot")
 
 
 def multiply_accumulate(
@@ -116,46 +129,14 @@ def multiply_accumulate(
     return multiply_add_and_round(x, y, c, spec, plan.carrier, word, plan.operand, plan.operand, plan.accumulator)
 
 
-def combine_sums(c: Array, d: Array, plan: MatmulPlan, draw: WordSource | None, step: StepIndex) -> Array:
-    """A(c + d) of two sums; `d` is the sum of a block, or of a part in pairwise order."""
-    return _round_tile_sum(c, d, plan, draw, step, plan.accumulator, plan.accumulator)
-
-
-def add_products(p: Array, q: Array, plan: MatmulPlan, draw: WordSource | None, step: StepIndex) -> Array:
-    """A(p + q) of two products: the lowest sums of pairwise order."""
-    return _round_tile_sum(p, q, plan, draw, step, plan.product, plan.product)
-
-
-def add_dot(c: Array, d: Array, plan: MatmulPlan, draw: WordSource | None, step: StepIndex) -> Array:
-    """A(c + d) of a sum `c` and the carrier's dot `d` of a block."""
-    return _round_tile_sum(c, d, plan, draw, step, plan.accumulator, plan.dot)
-
-
 def round_single_product(p: Array, plan: MatmulPlan, draw: WordSource | None, step: StepIndex) -> Array:
     """A(p): the pairwise sum of one product."""
     spec = plan.spec.accumulate
     return p if spec is None else round_to_spec(p, spec, plan.carrier, _step_word(spec, draw, "accumulate", step))
 
 
-def _round_tile_sum(
-    x: Array,
-    y: Array,
-    plan: MatmulPlan,
-    draw: WordSource | None,
-    step: StepIndex,
-    x_range: ValueRange,
-    y_range: ValueRange,
-) -> Array:
-    spec = plan.spec.accumulate
-    word = _step_word(spec, draw, "accumulate", step)
-    return add_and_round(x, y, spec, plan.carrier, word, x_range, y_range)
-
-
 def _step_word(spec: Spec | None, draw: WordSource | None, stream: str, step: StepIndex) -> Array | None:
-    if not spec_draws(spec):
-        return None
-    assert draw is not None
-    return draw(stream, step)
+    return draw(stream, step) if draw is not None and spec_draws(spec) else None
 
 
 # -- random words ------------------------------------------------------------------------------------------------------
@@ -214,7 +195,11 @@ def matmul_body(
             "symbolic length, here the last one; export the program for known lengths"
         )
     plan = MatmulPlan(spec, CARRIERS[a.dtype.name], a.shape[2], backend, trace)
-    zero = _zero_outputs(a, b)
+    # +0 for each output element, with the sharding and the varying axes of the product, behind a barrier because of the
+    # quirk `zero_plus_minus_zero` (`_core/xla/cpu.py`).
+    like = jnp.sum(a, 2)[:, :, None] + jnp.sum(b, 1)[:, None, :]
+    bits = lax.bitcast_convert_type(like, jnp.dtype(f"uint{8 * like.dtype.itemsize}"))
+    zero = lax.optimization_barrier(lax.bitcast_convert_type(bits & bits.dtype.type(0), like.dtype))
     if not plan.k:
         return jnp.zeros((0, *zero.shape), zero.dtype) if trace else zero
     scales, seeds = (more[:2], more[2:]) if spec.group else ((), more)
@@ -225,16 +210,6 @@ def matmul_body(
         x, y = zip((x, y), over, strict=True)
     with enable_x64_for(jnp.float64 if backend.float64 and spec.order.aligned else a.dtype):
         return _ORDER_BODIES[spec.order.kind](x, y, zero, plan, draw)
-
-
-def _zero_outputs(a: Array, b: Array) -> Array:
-    """+0 for each output element, with the sharding and the varying axes of the product.
-
-    There is a barrier because of the quirk `zero_plus_minus_zero` (`_core/xla/cpu.py`).
-    """
-    like = jnp.sum(a, 2)[:, :, None] + jnp.sum(b, 1)[:, None, :]
-    bits = lax.bitcast_convert_type(like, jnp.dtype(f"uint{8 * like.dtype.itemsize}"))
-    return lax.optimization_barrier(lax.bitcast_convert_type(bits & bits.dtype.type(0), like.dtype))
 
 
 def _output_index(zero: Array) -> Array:
@@ -302,7 +277,10 @@ def _in_chunks(
 def _sequential_sum(
     x: Array, y: Array, c: Array, plan: MatmulPlan, draw: WordSource | None, first: StepIndex = 0
 ) -> Array:
-    """The sum of `c` and the products, one after the other; `first` is the step of the first."""
+    """The sum of `c` (batch, m, n) and the products of `x` (k, batch, m) and `y` (k, batch, n), one after the other.
+
+    `first` is the step of the first product, under which it draws.
+    """
     steps = 1 if plan.trace else _STEPS_PER_ITERATION
 
     def add_part(c: Array, x: Array, y: Array, part: StepIndex) -> Array:
@@ -379,13 +357,6 @@ def _blockwise_pairwise_sum(x: Array, y: Array, zero: Array, plan: MatmulPlan, d
     return _in_chunks(add_block, zero, x, y, length, plan.trace)
 
 
-def _factors_of_each_product(x: Any, y: Any) -> tuple[list, list]:
-    """The factors of each product of a block, from trees of arrays as `_outer_factors` gives them."""
-    count = jax.tree.leaves(x)[0].shape[0]
-    x_factors = [jax.tree.map(lambda v: v[i][:, :, None], x) for i in range(count)]  # noqa: B023
-    return x_factors, [jax.tree.map(lambda v: v[i][:, None, :], y) for i in range(count)]  # noqa: B023
-
-
 def _tensor_core_sum(x: Any, y: Any, zero: Array, plan: MatmulPlan, draw: WordSource | None) -> Array:
     """`x` and `y` are operands, or pairs of elements and the scales of each."""
     order = plan.spec.order
@@ -398,7 +369,10 @@ def _tensor_core_sum(x: Any, y: Any, zero: Array, plan: MatmulPlan, draw: WordSo
 
     def add_blocks(c: Array, x: Any, y: Any, first: StepIndex) -> Array:
         def add_block(c: Array, x: Any, y: Any, index: StepIndex) -> Array:
-            x, y = _factors_of_each_product(x, y)
+            # The factors of each product of a block, from trees of arrays as `_outer_factors` gives them.
+            count = jax.tree.leaves(x)[0].shape[0]
+            x_factors = [jax.tree.map(lambda v: v[i][:, :, None], x) for i in range(count)]  # noqa: B023
+            x, y = x_factors, [jax.tree.map(lambda v: v[i][:, None, :], y) for i in range(count)]  # noqa: B023
             if uses_float64:
                 return aligned.fused_add_doubles(c, x, y, unit)
             step = _add_to_step(index, first) if isinstance(first, int) else first + jnp.uint32(index)

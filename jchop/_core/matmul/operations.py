@@ -8,7 +8,7 @@ index n 2^32, and each iteration of a loop has different seeds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -18,9 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jchop._common import bit_ops
-from jchop._common.bit_ops import CARRIERS, FLOAT32, Carrier
-from jchop._core.arithmetic import basic, exact, hardware
+from jchop._common.bit_ops import CARRIERS, FLOAT32, Carrier, lax_where, low_mask, split_sign
+from jchop._core.arithmetic import basic, exact
 from jchop._core.arithmetic.double_word import square_root
 from jchop._core.matmul.aligned import require_aligned_order
 from jchop._core.matmul.matmul import matmul_body, spec_draws
@@ -32,14 +31,12 @@ from jchop._spec.spec import Spec, as_spec
 from jchop.formats import FloatFormat
 from jchop.formats.rounding import Overflow, Rounding
 
+#: The ranges of operands; none: those of the format.
+OperandRanges = Sequence[exact.ValueRange]
+
 
 def round_operation(
-    name: str,
-    args: Sequence[Array],
-    spec: Spec | None,
-    word: Array | None = None,
-    *,
-    ranges: Sequence[exact.ValueRange] = (),
+    name: str, args: Sequence[Array], spec: Spec | None, word: Array | None = None, *, ranges: OperandRanges = ()
 ) -> Array:
     """The operation `name`, its exact result rounded once under `spec`.
 
@@ -203,14 +200,13 @@ def _hides_subnormals(step: _OperationStep) -> bool:
 
 def _select_by_bits(step: _OperationStep, x: Array, y: Array, larger: bool) -> Array:
     """The larger or the smaller operand, compared by bits; NaN if either is NaN."""
-    (xs, xm), (ys, ym) = (bit_ops.split_sign(v, step.carrier) for v in (x, y))
+    (xs, xm), (ys, ym) = (split_sign(v, step.carrier) for v in (x, y))
     x_key, y_key = (
-        magnitude ^ bit_ops.lax_where(sign != 0, -1, 0).astype(magnitude.dtype)
-        for sign, magnitude in ((xs, xm), (ys, ym))
+        magnitude ^ lax_where(sign != 0, -1, 0).astype(magnitude.dtype) for sign, magnitude in ((xs, xm), (ys, ym))
     )
-    result = bit_ops.lax_where((x_key > y_key) == larger, x, y)
+    result = lax_where((x_key > y_key) == larger, x, y)
     is_nan = (xm > step.carrier.inf) | (ym > step.carrier.inf)
-    return bit_ops.lax_where(is_nan, jnp.asarray(np.nan, x.dtype), result)
+    return lax_where(is_nan, jnp.asarray(np.nan, x.dtype), result)
 
 
 _EXACT_OPERATIONS: dict[str, Callable[..., Array]] = {
@@ -259,7 +255,7 @@ _OPERAND_QUANTUM, _OPERAND_TOP, _CHECK_TOP = -63, 55, 45
 def gains_by_trial(spec: Spec) -> bool:
     """Whether trying makes a chain under a spec faster."""
     format_range = exact.range_of(spec, FLOAT32)
-    return hardware.supports_scaling_sum(spec, FLOAT32) and hardware.supports_scaling_product(
+    return basic.supports_scaling_sum(spec, FLOAT32) and basic.supports_scaling_product(
         spec, FLOAT32, format_range, format_range
     )
 
@@ -330,7 +326,8 @@ class _NumberHistory:
 
 def _history_of_result(name: str, past: Sequence[_NumberHistory], value: Array) -> _NumberHistory:
     """The history of the result of an operation."""
-    small, large = (_distinct_arrays(getattr(each, field) for each in past) for field in ("small", "large"))
+    fields = ([x for each in past for x in getattr(each, field)] for field in ("small", "large"))
+    small, large = (tuple({id(x): x for x in arrays}.values()) for arrays in fields)  # distinct ones
     top = max(each.top for each in past)
     if name in _KEEPS_MAGNITUDE:
         return _NumberHistory(top, small, large)
@@ -343,10 +340,6 @@ def _history_of_result(name: str, past: Sequence[_NumberHistory], value: Array) 
     )
 
 
-def _distinct_arrays(parts: Iterable[Sequence[Array]]) -> tuple[Array, ...]:
-    return tuple({id(x): x for part in parts for x in part}.values())
-
-
 def _nan_outside_safe_range(value: Array, history: _NumberHistory, least: int) -> Array:
     low, high = (np.uint32((exponent + FLOAT32.bias) << FLOAT32.fraction) for exponent in (least, _CHECK_TOP))
     smallest, largest = np.uint32(0xFFFFFFFF), np.uint32(0)
@@ -354,11 +347,11 @@ def _nan_outside_safe_range(value: Array, history: _NumberHistory, least: int) -
         smallest = jnp.minimum(smallest, _magnitude_word(x) - np.uint32(1))  # zero wraps to the largest of all
     for x in history.large:
         largest = jnp.maximum(largest, _magnitude_word(x))
-    return bit_ops.lax_where((smallest >= low - 1) & (largest < high), value, np.float32(np.nan))
+    return lax_where((smallest >= low - 1) & (largest < high), value, np.float32(np.nan))
 
 
 def _magnitude_word(x: Array) -> Array:
-    return lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(bit_ops.low_mask(31))
+    return lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(low_mask(31))
 
 
 # == sums in an order ==================================================================================================

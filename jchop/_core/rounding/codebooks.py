@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array, lax
 
 from jchop._common import bit_ops
-from jchop._common.bit_ops import FLOAT64, Carrier
+from jchop._common.bit_ops import FLOAT64, Carrier, join_sign, lax_clip, lax_where, low_mask, ordered_integers, top_bit
 from jchop._core.rounding.grid import encode_tapered, takum_exponent
 from jchop._core.rounding.modes import RandomBits, rounding_thresholds, take_random_bits
 from jchop._spec.spec import Spec
@@ -56,11 +56,11 @@ class Bins:
             below: whether each number is below zero.
             magnitude: integers.
         """
-        within = bit_ops.lax_clip(magnitude, self.first << self.shift, self.last << self.shift) >> self.shift
+        within = lax_clip(magnitude, self.first << self.shift, self.last << self.shift) >> self.shift
         least, most = -self.first, self.last - self.first + 1
         if self.negative:
-            return (within + bit_ops.lax_where(below, most + least, least)).astype(jnp.int32)
-        return bit_ops.lax_where(below, 0, within + least).astype(jnp.int32)
+            return (within + lax_where(below, most + least, least)).astype(jnp.int32)
+        return lax_where(below, 0, within + least).astype(jnp.int32)
 
 
 @lru_cache(maxsize=256)
@@ -77,6 +77,7 @@ def make_bins(thresholds: tuple[int, ...], margin: int = 0) -> Bins | None:
 
 
 def _bins_of_shift(thresholds: np.ndarray, shift: int, margin: int) -> Bins | None:
+    """The bins of 2^shift magnitudes each; None if there are too many, or one has two thresholds."""
     # Thresholds next to zero stay in the first bins, for every exponent.
     sizes = [abs(value) for value in thresholds if abs(value) > 1 + margin]
     if not sizes:
@@ -125,14 +126,14 @@ def refuse_table(fmt: ElementFormat) -> str | None:
 def round_codebook(sign: Array, magnitude: Array, word: Array | None, spec: Spec, carrier: Carrier) -> Array:
     """Values rounded to the levels of `spec.format`; NaN stays NaN, numbers beyond the ends saturate."""
     table = _level_table(spec.format, carrier)  # type: ignore[arg-type]
-    value = bit_ops.ordered_integers(sign, magnitude)
+    value = ordered_integers(sign, magnitude)
     if spec.rounding in table.thresholds:
         result = pick_level(value, table.thresholds[spec.rounding], table.levels)
     else:
         result = _draw_level(value, word, spec, table, carrier)
     is_nan = magnitude > carrier.inf
-    sign = bit_ops.lax_where(is_nan, sign, bit_ops.lax_where(result < 0, carrier.sign_bit, 0).astype(sign.dtype))
-    return bit_ops.join_sign(sign, bit_ops.lax_where(is_nan, magnitude, jnp.abs(result)), carrier)
+    sign = lax_where(is_nan, sign, lax_where(result < 0, carrier.sign_bit, 0).astype(sign.dtype))
+    return join_sign(sign, lax_where(is_nan, magnitude, jnp.abs(result)), carrier)
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,8 @@ class _LevelTable:
 
 @lru_cache(maxsize=64)
 def _level_table(fmt: CodebookFormat, carrier: Carrier) -> _LevelTable:
+    """The carrier bits of a format's levels, and of the first number that each mode rounds up to each of them."""
+
     def starts(mode: Rounding) -> np.ndarray:
         points = rounding_thresholds(mode, fmt.levels)
         # The first number above a point, or from it on.
@@ -157,10 +160,16 @@ def _level_table(fmt: CodebookFormat, carrier: Carrier) -> _LevelTable:
 def pick_level(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Array:
     """``choices[k]`` for values that have reached k of the thresholds."""
     if len(choices) > MOST_COMPARISONS:
-        return _search_level(value, thresholds, choices)
+        # `pick_level` by bins, or by bisection if the thresholds cannot be binned.
+        bins = make_bins(tuple(thresholds.tolist()))
+        if bins is None:
+            return _bisect_level(value, thresholds, choices)
+        index = take_in_bounds(jnp.asarray(bins.below), bins.place(value < 0, jnp.abs(value))).astype(jnp.int32)
+        reaches = value >= take_in_bounds(jnp.asarray(thresholds), index)
+        return take_in_bounds(jnp.asarray(choices), index + reaches)
     result = jnp.full_like(value, int(choices[0]))
     for least, choice in zip(thresholds, choices[1:], strict=True):
-        result = bit_ops.lax_where(value >= int(least), jnp.full_like(value, int(choice)), result)
+        result = lax_where(value >= int(least), jnp.full_like(value, int(choice)), result)
     return result
 
 
@@ -172,27 +181,15 @@ def pick_code(codes: Array, table: Sequence[int], bits: int) -> Array:
         if len(set(part)) == 1:
             return part[0]
         low, high = pick(part[: len(part) // 2], bit - 1), pick(part[len(part) // 2 :], bit - 1)
-        return bit_ops.lax_where(
-            is_set[bit], *(jnp.full_like(codes, v) if isinstance(v, int) else v for v in (high, low))
-        )
+        return lax_where(is_set[bit], *(jnp.full_like(codes, v) if isinstance(v, int) else v for v in (high, low)))
 
     is_set = [(codes & (1 << bit)) != 0 for bit in range(bits)]
     choice = pick(full, bits - 1)
     return jnp.full_like(codes, choice) if isinstance(choice, int) else choice
 
 
-def _search_level(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Array:
-    """`pick_level` by bins, or by bisection if the thresholds cannot be binned."""
-    bins = make_bins(tuple(thresholds.tolist()))
-    if bins is None:
-        return _bisect_level(value, thresholds, choices)
-    index = take_in_bounds(jnp.asarray(bins.below), bins.place(value < 0, jnp.abs(value))).astype(jnp.int32)
-    reaches = value >= take_in_bounds(jnp.asarray(thresholds), index)
-    return take_in_bounds(jnp.asarray(choices), index + reaches)
-
-
 def _bisect_level(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Array:
-    """`pick_level` by bisection.
+    """The level that `pick_level` gives, by bisection.
 
     XLA takes minutes to compile two consecutive searches that it fuses. The barrier prevents the fusion.
     """
@@ -203,7 +200,7 @@ def _bisect_level(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> 
     count = jnp.zeros_like(value)
     for step in reversed(range(steps)):
         reaches = value >= take_in_bounds(table, count + ((1 << step) - 1))
-        count = bit_ops.lax_where(reaches, count + (1 << step), count)
+        count = lax_where(reaches, count + (1 << step), count)
     return take_in_bounds(jnp.asarray(choices), count)
 
 
@@ -213,15 +210,15 @@ def _draw_level(value: Array, word: Array | None, spec: Spec, table: _LevelTable
     below = pick_level(value, starts, table.levels)
     above = pick_level(value, starts, np.append(table.levels[1:], table.levels[-1]))
     inward = jnp.abs(below) < jnp.abs(above)
-    near, far = bit_ops.lax_where(inward, below, above), bit_ops.lax_where(inward, above, below)
+    near, far = lax_where(inward, below, above), lax_where(inward, above, below)
     random = take_random_bits(word, spec, carrier)
     assert random is not None
     if spec.rounding is Rounding.STOCHASTIC_EQUAL:
-        away = bit_ops.top_bit(random.word)
+        away = top_bit(random.word)
     else:
         away = _draws_by_distance(value, near, far, random, spec.rounding, carrier)
     exact = (value == below) | (value < int(table.levels[0]))
-    return bit_ops.lax_where(exact, below, bit_ops.lax_where(away, far, near))
+    return lax_where(exact, below, lax_where(away, far, near))
 
 
 def _draws_by_distance(
@@ -235,8 +232,8 @@ def _draws_by_distance(
     wide = "float64" if carrier.width == 64 else "float32"
 
     def number(ordered_bits: Array) -> Array:
-        sign = bit_ops.lax_where(ordered_bits < 0, carrier.sign_bit, 0).astype(ordered_bits.dtype)
-        return bit_ops.join_sign(sign, jnp.abs(ordered_bits), carrier).astype(wide)
+        sign = lax_where(ordered_bits < 0, carrier.sign_bit, 0).astype(ordered_bits.dtype)
+        return join_sign(sign, jnp.abs(ordered_bits), carrier).astype(wide)
 
     unit = 1 << (random.width - random.bits)
     to_nearest = mode is Rounding.STOCHASTIC_C  # rounds nu 2^N to the nearest integer first, so half a unit earlier
@@ -297,7 +294,7 @@ def takum_power(string: Array, bits: int, *, above: bool = False) -> Array:
         (take_in_bounds(jnp.asarray(shifts), exponent - _LEAST_TAKUM_EXPONENT) + lead + bias) << FLOAT64.fraction
     ) + significand
     one = jnp.full_like(magnitude, FLOAT64.bias << FLOAT64.fraction)  # the one power that is a number
-    return lax.optimization_barrier(bit_ops.lax_where((exponent == 0) & (fraction == 0), one + above, magnitude))
+    return lax.optimization_barrier(lax_where((exponent == 0) & (fraction == 0), one + above, magnitude))
 
 
 def _limbs_from_table(table: np.ndarray, index: Array) -> list[Array]:
@@ -364,13 +361,13 @@ def round_log_takum(magnitude: Array, negative: Array, mode: Rounding, fmt: LogT
     """|x| rounded by a deterministic mode, as magnitude bits of float64; no number but 0 becomes 0."""
     if fmt.bits > _tapered.LOG_TAKUM_TABLE_BITS:
         code = _wide_log_takum_code(magnitude, negative, mode, fmt)
-        return bit_ops.lax_where(magnitude == 0, 0, takum_power(code, fmt.bits))
+        return lax_where(magnitude == 0, 0, takum_power(code, fmt.bits))
     levels = _log_takum_magnitudes(fmt.bits)
     above, below = (_log_takum_thresholds(fmt.bits, mode, side) for side in (False, True))
     rounded_bits = pick_level(magnitude, above, levels)
     if (above != below).any():
-        rounded_bits = bit_ops.lax_where(negative, pick_level(magnitude, below, levels), rounded_bits)
-    return bit_ops.lax_where(magnitude == 0, 0, rounded_bits)
+        rounded_bits = lax_where(negative, pick_level(magnitude, below, levels), rounded_bits)
+    return lax_where(magnitude == 0, 0, rounded_bits)
 
 
 def encode_log_takum(sign: Array, magnitude: Array, fmt: LogTakumFormat, carrier: Carrier) -> Array:
@@ -380,8 +377,8 @@ def encode_log_takum(sign: Array, magnitude: Array, fmt: LogTakumFormat, carrier
     else:
         levels = _log_takum_magnitudes(fmt.bits)
         code = pick_level(magnitude, levels[1:], np.arange(1, fmt.max_code + 1, dtype=levels.dtype))
-    code = bit_ops.lax_where(magnitude == 0, 0, bit_ops.lax_where(magnitude > carrier.inf, -fmt.max_code - 1, code))
-    return bit_ops.lax_where((sign != 0) & (magnitude <= carrier.inf), -code, code) & bit_ops.low_mask(fmt.bits)
+    code = lax_where(magnitude == 0, 0, lax_where(magnitude > carrier.inf, -fmt.max_code - 1, code))
+    return lax_where((sign != 0) & (magnitude <= carrier.inf), -code, code) & low_mask(fmt.bits)
 
 
 def decode_log_takum(codes: Array, fmt: LogTakumFormat, carrier: Carrier) -> Array:
@@ -390,15 +387,15 @@ def decode_log_takum(codes: Array, fmt: LogTakumFormat, carrier: Carrier) -> Arr
     count = codes << spare >> spare  # two's complement
     string = jnp.abs(count)
     if fmt.bits > _tapered.LOG_TAKUM_TABLE_BITS:
-        magnitude = takum_power(bit_ops.lax_clip(string, 1, fmt.max_code), fmt.bits)
-        magnitude = bit_ops.lax_where(string == 0, 0, bit_ops.lax_where(string > fmt.max_code, carrier.nan, magnitude))
+        magnitude = takum_power(lax_clip(string, 1, fmt.max_code), fmt.bits)
+        magnitude = lax_where(string == 0, 0, lax_where(string > fmt.max_code, carrier.nan, magnitude))
     else:
         table = np.concatenate(
             [np.zeros(1, carrier.work), _log_takum_magnitudes(fmt.bits), np.array([carrier.nan], carrier.work)]
         )
         magnitude = take_in_bounds(jnp.asarray(table), string)
-    sign = bit_ops.lax_where((count < 0) & (count > -fmt.max_code - 1), jnp.full_like(magnitude, carrier.sign_bit), 0)
-    return bit_ops.join_sign(sign, magnitude, carrier)
+    sign = lax_where((count < 0) & (count > -fmt.max_code - 1), jnp.full_like(magnitude, carrier.sign_bit), 0)
+    return join_sign(sign, magnitude, carrier)
 
 
 def _log_takum_magnitudes(bits: int) -> np.ndarray:
@@ -425,7 +422,7 @@ def _log_takum_thresholds(bits: int, mode: Rounding, negative: bool) -> np.ndarr
 def _wide_log_takum_code(magnitude: Array, negative: Array, mode: Rounding, fmt: LogTakumFormat) -> Array:
     """The positive codes of magnitude bits of float64, rounded by a mode."""
     bits, most = fmt.bits, fmt.max_code
-    code = bit_ops.lax_clip(_floor_log_takum_code(magnitude, fmt), 1, most)
+    code = lax_clip(_floor_log_takum_code(magnitude, fmt), 1, most)
     if all(_threshold_point(mode, odd, side) == Fraction(1, 2) for odd in (0, 1) for side in (False, True)):
         code = jnp.minimum(code, most - 1)
         return code + (magnitude >= takum_power(2 * code + 1, bits + 1, above=True))
@@ -434,8 +431,8 @@ def _wide_log_takum_code(magnitude: Array, negative: Array, mode: Rounding, fmt:
     own = (magnitude == level) | (magnitude == following)
     code = code - (magnitude < level) + ((magnitude >= following) & (code < most))
     ups = [[_threshold_point(mode, odd, side) == 0 for side in (False, True)] for odd in (0, 1)]
-    even, odd = (bit_ops.lax_where(negative, up[1], up[0]) for up in ups)
-    return bit_ops.lax_clip(code + (bit_ops.lax_where(code % 2 == 1, odd, even) & ~own), 1, most)
+    even, odd = (lax_where(negative, up[1], up[0]) for up in ups)
+    return lax_clip(code + (lax_where(code % 2 == 1, odd, even) & ~own), 1, most)
 
 
 def _threshold_point(mode: Rounding, odd: int, negative: bool) -> Fraction:
@@ -454,8 +451,8 @@ def _floor_log_takum_code(magnitude: Array, fmt: LogTakumFormat) -> Array:
     """The strings of logarithms l = c + f, cut: of linear takums (1 + f) 2^c. By errors one too large or too small."""
     carrier = FLOAT64
     ends = (carrier.magnitude_bits(Fraction(end)) for end in (fmt.smallest, fmt.max))
-    within = bit_ops.lax_clip(magnitude, *ends)
-    l = 2 * jnp.log(bit_ops.join_sign(jnp.zeros_like(within), within, carrier))  # noqa: E741
+    within = lax_clip(magnitude, *ends)
+    l = 2 * jnp.log(join_sign(jnp.zeros_like(within), within, carrier))  # noqa: E741
     whole = jnp.floor(l)
     linear = bit_ops.split_sign(1 + (l - whole), carrier)[1] + (whole.astype(within.dtype) << carrier.fraction)
     return encode_tapered(jnp.zeros_like(linear), linear, TakumFormat(fmt.bits), carrier)

@@ -133,16 +133,17 @@ def exponent_and_significand(magnitude: Array, carrier: Carrier) -> tuple[Array,
 
 
 def _encode_float_format(sign: Array, magnitude: Array, fmt: formats.FloatFormat, carrier: Carrier) -> Array:
-    drop, lag = carrier.fraction - fmt.frac_bits, carrier.bias - fmt.bias
-    leads = _is_prefix_of_carrier(fmt, carrier)
-    bits = magnitude if leads or _is_normal_in_carrier(fmt, carrier) else extend_exponent(magnitude, carrier)
-    codes = _shift_right_or_left(bits - (lag << carrier.fraction), drop)
-    if fmt.zero and not leads:
-        field = (bits >> carrier.fraction) - lag
+    """The codes, in the carrier's integers, of values that the format has, from sign and magnitude bits."""
+    drop, bias_gap = carrier.fraction - fmt.frac_bits, carrier.bias - fmt.bias
+    is_prefix = _is_prefix_of_carrier(fmt, carrier)
+    bits = magnitude if is_prefix or _is_normal_in_carrier(fmt, carrier) else extend_exponent(magnitude, carrier)
+    codes = _shift_right_or_left(bits - (bias_gap << carrier.fraction), drop)
+    if fmt.zero and not is_prefix:
+        field = (bits >> carrier.fraction) - bias_gap
         significand = bits & bit_ops.low_mask(carrier.fraction) | 1 << carrier.fraction
         small = significand >> bit_ops.lax_clip(drop + 1 - field, 0, carrier.work_width - 1)
         codes = bit_ops.lax_where(field > 0, codes, small if fmt.subnormals else 0)
-    if fmt.inf_code is not None and not leads:
+    if fmt.inf_code is not None and not is_prefix:
         codes = bit_ops.lax_where(magnitude == carrier.inf, fmt.inf_code, codes)
     if fmt.signed:
         top = 1 << (fmt.bits - 1) if fmt.bits < carrier.work_width else carrier.sign_bit
@@ -152,20 +153,21 @@ def _encode_float_format(sign: Array, magnitude: Array, fmt: formats.FloatFormat
 
 
 def _decode_float_format(codes: Array, fmt: formats.FloatFormat, carrier: Carrier) -> Array:
+    """The carrier values of codes in the carrier's integers; codes that the format does not use give NaN."""
     width = fmt.bits - fmt.signed
     code = codes & bit_ops.low_mask(width)
-    drop, lag = carrier.fraction - fmt.frac_bits, carrier.bias - fmt.bias
-    if leads := _is_prefix_of_carrier(fmt, carrier):
+    drop, bias_gap = carrier.fraction - fmt.frac_bits, carrier.bias - fmt.bias
+    if is_prefix := _is_prefix_of_carrier(fmt, carrier):
         magnitude = small = _shift_right_or_left(code, -drop)
     elif _is_normal_in_carrier(fmt, carrier):
-        magnitude = _shift_right_or_left(code, -drop) + (lag << carrier.fraction)
+        magnitude = _shift_right_or_left(code, -drop) + (bias_gap << carrier.fraction)
         small = _bits_of_multiple(code, fmt.emin - fmt.frac_bits, carrier)
     else:
         field = code >> fmt.frac_bits
         significand = code & bit_ops.low_mask(fmt.frac_bits) | 1 << fmt.frac_bits
         magnitude = bit_ops.compose_magnitude(significand, field - fmt.bias - fmt.frac_bits, carrier)
         small = bit_ops.compose_magnitude(code, jnp.full_like(code, fmt.emin - fmt.frac_bits), carrier)
-    if fmt.zero and not leads:
+    if fmt.zero and not is_prefix:
         if not fmt.subnormals:
             small = bit_ops.lax_where(code == 0, 0, carrier.nan)
         magnitude = bit_ops.lax_where(code < 1 << fmt.frac_bits, small, magnitude)
@@ -203,8 +205,8 @@ def _has_short_decode(fmt: formats.FloatFormat | formats.UniformFormat, carrier:
 def _decode_short_float(codes: Array, fmt: formats.FloatFormat, carrier: Carrier) -> Array:
     """`_decode_float_format` in few operations: a subnormal number is 1.f times the least normal one, minus that."""
     code = codes & bit_ops.low_mask(fmt.bits - fmt.signed)
-    drop, lag = carrier.fraction - fmt.frac_bits, carrier.bias - fmt.bias
-    bits = (code << drop) + (lag << carrier.fraction)
+    drop, bias_gap = carrier.fraction - fmt.frac_bits, carrier.bias - fmt.bias
+    bits = (code << drop) + (bias_gap << carrier.fraction)
     above = lax.bitcast_convert_type(bits + (1 << carrier.fraction), jnp.dtype(carrier.name))
     small = lax.bitcast_convert_type(above - jnp.asarray(2.0**fmt.emin, above.dtype), carrier.work)
     bits = bit_ops.lax_where(code < 1 << fmt.frac_bits, small, bits)
@@ -256,6 +258,7 @@ def _decode_short_uniform(codes: Array, fmt: formats.UniformFormat, carrier: Car
 
 
 def _decode_uniform_format(codes: Array, fmt: formats.UniformFormat, carrier: Carrier) -> Array:
+    """The carrier values of codes in the carrier's integers; the lowest code of a symmetric format gives NaN."""
     spare = carrier.work_width - fmt.bits
     count = (codes << spare) >> spare if fmt.signed else codes
     size = jnp.abs(count)

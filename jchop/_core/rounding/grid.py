@@ -21,8 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jchop import formats
-from jchop._common import bit_ops
-from jchop._common.bit_ops import CARRIERS, Carrier
+from jchop._common.bit_ops import CARRIERS, Carrier, floor_log2_integers, join_sign, lax_clip, lax_where, low_mask
 from jchop._spec.spec import Spec
 from jchop.formats._tapered import HIF8_INFINITY, HIF8_STARTS
 from jchop.formats.rounding import Overflow, Rounding
@@ -211,28 +210,30 @@ def tapered_word(magnitude: Array, fmt: formats.StringFormat, carrier: Carrier) 
 
 
 def _posit_word(magnitude: Array, fmt: formats.PositFormat, carrier: Carrier) -> TaperedWord:
+    """The words of posits with two exponent bits: regime, exponent and fraction are one integer."""
     offset = -carrier.bias << carrier.fraction
     word = magnitude + offset
-    regime = bit_ops.lax_clip(word >> (carrier.fraction + 2), 1 - fmt.bits, fmt.bits - 2)
+    regime = lax_clip(word >> (carrier.fraction + 2), 1 - fmt.bits, fmt.bits - 2)
     above = regime >= 0
-    lead_bits = bit_ops.lax_where(above, regime + 2, 1 - regime)
-    lead = bit_ops.lax_where(above, (jnp.ones_like(regime) << (jnp.maximum(regime, 0) + 2)) - 2, 1)
+    lead_bits = lax_where(above, regime + 2, 1 - regime)
+    lead = lax_where(above, (jnp.ones_like(regime) << (jnp.maximum(regime, 0) + 2)) - 2, 1)
     tail_bits = fmt.bits - 1 - lead_bits
-    depth = bit_ops.lax_clip(carrier.fraction + 2 - tail_bits, 0, carrier.fraction + 2)
+    depth = lax_clip(carrier.fraction + 2 - tail_bits, 0, carrier.fraction + 2)
     # If no exponent bit is left, the last bit is the last of the regime.
-    last = bit_ops.lax_where(tail_bits > 0, word >> depth & 1, (regime < 0).astype(word.dtype))
+    last = lax_where(tail_bits > 0, word >> depth & 1, (regime < 0).astype(word.dtype))
     return TaperedWord(word, offset, depth, last, lead, lead_bits, 2)
 
 
 def _takum_word(magnitude: Array, fmt: formats.TakumFormat, carrier: Carrier) -> TaperedWord:
+    """The words of takums: direction and regime before `width` bits of the characteristic, then the fraction."""
     exponent = (magnitude >> carrier.fraction) - carrier.bias
     above = exponent >= 0
-    size = bit_ops.lax_clip(bit_ops.lax_where(above, exponent + 1, -exponent), 1, 255)
-    width = bit_ops.floor_log2_integers(size, carrier).astype(magnitude.dtype)
-    offset = bit_ops.lax_where(above, (1 - carrier.bias) << carrier.fraction, (-1 - carrier.bias) << carrier.fraction)
+    size = lax_clip(lax_where(above, exponent + 1, -exponent), 1, 255)
+    width = floor_log2_integers(size, carrier).astype(magnitude.dtype)
+    offset = lax_where(above, (1 - carrier.bias) << carrier.fraction, (-1 - carrier.bias) << carrier.fraction)
     word = magnitude + offset.astype(magnitude.dtype)
     depth = jnp.maximum(carrier.fraction + width - (fmt.bits - 5), 0)
-    lead = bit_ops.lax_where(above, 8 + width, 7 - width)
+    lead = lax_where(above, 8 + width, 7 - width)
     return TaperedWord(word, offset.astype(magnitude.dtype), depth, word >> depth & 1, lead, 4, width)
 
 
@@ -240,15 +241,13 @@ def encode_tapered(sign: Array, magnitude: Array, fmt: formats.StringFormat, car
     """The codes of values of `fmt`, as integers of the carrier's work dtype."""
     layout = tapered_word(magnitude, fmt, carrier)
     tail_bits = fmt.bits - 1 - layout.lead_bits
-    tail = (
-        layout.word & bit_ops.low_mask(carrier.fraction + layout.width + jnp.zeros_like(layout.word))
-    ) >> layout.depth
+    tail = (layout.word & low_mask(carrier.fraction + layout.width + jnp.zeros_like(layout.word))) >> layout.depth
     spare = jnp.maximum(tail_bits - carrier.fraction - layout.width, 0)
     code = (layout.lead << jnp.maximum(tail_bits, 0)) | (tail << spare)
-    code = bit_ops.lax_where(magnitude == 0, 0, jnp.minimum(code, fmt.max_code))
-    code = bit_ops.lax_where(tail_bits < 0, bit_ops.lax_where(magnitude == 0, 0, fmt.max_code), code)
-    code = bit_ops.lax_where(magnitude > carrier.inf, -fmt.max_code - 1, bit_ops.lax_where(sign != 0, -code, code))
-    return code & bit_ops.low_mask(fmt.bits) if fmt.bits < carrier.work_width else code
+    code = lax_where(magnitude == 0, 0, jnp.minimum(code, fmt.max_code))
+    code = lax_where(tail_bits < 0, lax_where(magnitude == 0, 0, fmt.max_code), code)
+    code = lax_where(magnitude > carrier.inf, -fmt.max_code - 1, lax_where(sign != 0, -code, code))
+    return code & low_mask(fmt.bits) if fmt.bits < carrier.work_width else code
 
 
 def decode_tapered(codes: Array, fmt: formats.StringFormat, carrier: Carrier) -> Array:
@@ -260,15 +259,15 @@ def decode_tapered(codes: Array, fmt: formats.StringFormat, carrier: Carrier) ->
         exponent, fraction_bits = _posit_exponent(string, fmt, carrier)
     else:
         exponent, fraction_bits = takum_exponent(string, fmt.bits)
-    fraction = string & bit_ops.low_mask(fraction_bits)
+    fraction = string & low_mask(fraction_bits)
     magnitude = ((exponent + carrier.bias) << carrier.fraction) + _shift_left_if_positive(
         fraction, carrier.fraction - fraction_bits
     )
-    magnitude = bit_ops.lax_where(count == 0, 0, magnitude)
+    magnitude = lax_where(count == 0, 0, magnitude)
     is_nan = count == -fmt.max_code - 1
-    magnitude = bit_ops.lax_where(is_nan, carrier.nan, magnitude)
-    sign = bit_ops.lax_where((count < 0) & (count > -fmt.max_code - 1), jnp.full_like(magnitude, carrier.sign_bit), 0)
-    return bit_ops.join_sign(sign, magnitude, carrier)
+    magnitude = lax_where(is_nan, carrier.nan, magnitude)
+    sign = lax_where((count < 0) & (count > -fmt.max_code - 1), jnp.full_like(magnitude, carrier.sign_bit), 0)
+    return join_sign(sign, magnitude, carrier)
 
 
 def _shift_left_if_positive(word: Array, count: Array) -> Array:
@@ -280,37 +279,37 @@ def _posit_exponent(string: Array, fmt: formats.StringFormat, carrier: Carrier) 
     """Exponents, and the number of fraction bits, of positive strings of n - 1 bits."""
     size = fmt.bits - 1
     above = string >> (size - 1) != 0
-    run_end = bit_ops.lax_where(above, string ^ bit_ops.low_mask(size), string)
+    run_end = lax_where(above, string ^ low_mask(size), string)
     # The place of the first bit that differs from the run; -1 if the run is the whole string.
-    place = bit_ops.lax_where(run_end == 0, -1, _floor_log2_by_halves(jnp.maximum(run_end, 1), carrier))
+    place = lax_where(run_end == 0, -1, _floor_log2_by_halves(jnp.maximum(run_end, 1), carrier))
     run = size - 1 - place
     tail = jnp.maximum(place, 0)  # bits after the regime
-    rest = string & bit_ops.low_mask(tail)
+    rest = string & low_mask(tail)
     fraction_bits = jnp.maximum(tail - 2, 0)
-    low = bit_ops.lax_where(tail >= 2, rest >> fraction_bits, rest << (2 - jnp.minimum(tail, 2)))
-    return 4 * bit_ops.lax_where(above, run - 1, -run) + low, fraction_bits
+    low = lax_where(tail >= 2, rest >> fraction_bits, rest << (2 - jnp.minimum(tail, 2)))
+    return 4 * lax_where(above, run - 1, -run) + low, fraction_bits
 
 
 def _floor_log2_by_halves(count: Array, carrier: Carrier) -> Array:
     """floor(log2 count) of positive integers of up to 31 bits, by halves: `count` may not be exact as a float."""
     wide = carrier.fraction + 1
     if wide >= 31:
-        return bit_ops.floor_log2_integers(count, carrier).astype(count.dtype)
+        return floor_log2_integers(count, carrier).astype(count.dtype)
     high = count >> 16
-    place = bit_ops.floor_log2_integers(bit_ops.lax_where(high > 0, high, count & 0xFFFF), carrier).astype(count.dtype)
-    return place + bit_ops.lax_where(high > 0, 16, 0)
+    place = floor_log2_integers(lax_where(high > 0, high, count & 0xFFFF), carrier).astype(count.dtype)
+    return place + lax_where(high > 0, 16, 0)
 
 
 def takum_exponent(string: Array, bits: int) -> tuple[Array, Array]:
     """Exponents, and the number of fraction bits, of positive strings of `bits` with the sign."""
     after = bits - 5
     above, field = string >> (bits - 2) != 0, string >> after & 7
-    width = bit_ops.lax_where(above, field, 7 - field)
-    rest = string & bit_ops.low_mask(after)
+    width = lax_where(above, field, 7 - field)
+    rest = string & low_mask(after)
     fraction_bits = jnp.maximum(after - width, 0)
     count = rest >> fraction_bits << jnp.maximum(width - after, 0)
     one = jnp.ones_like(string)
-    return bit_ops.lax_where(above, (one << width) - 1, 1 - (one << (width + 1))) + count, fraction_bits
+    return lax_where(above, (one << width) - 1, 1 - (one << (width + 1))) + count, fraction_bits
 
 
 # -- HiF8 --------------------------------------------------------------------------------------------------------------
@@ -321,16 +320,16 @@ def encode_hif8(sign: Array, magnitude: Array, fmt: formats.HiFloat8Format, carr
     exponent = (magnitude >> carrier.fraction) - carrier.bias
     size = jnp.abs(exponent)
     fraction_bits = 3 - _count_limits(size, fmt.narrows)
-    fraction = (magnitude & bit_ops.low_mask(carrier.fraction)) >> (carrier.fraction - fraction_bits)
+    fraction = (magnitude & low_mask(carrier.fraction)) >> (carrier.fraction - fraction_bits)
     # The exponent's sign takes the place of its leading 1, of value `half`.
     width = _count_limits(size, (1, 2, 4, 8))
     half = jnp.ones_like(size) << width >> 1
-    field = bit_ops.lax_where(exponent < 0, size, size - half)
-    start = bit_ops.lax_where(width == 0, 8, bit_ops.lax_where(width == 4, 96, 8 << width))
+    field = lax_where(exponent < 0, size, size - half)
+    start = lax_where(width == 0, 8, lax_where(width == 4, 96, 8 << width))
     code = start + (field << fraction_bits) + fraction
-    code = bit_ops.lax_where(exponent <= -fmt.narrows[-1], exponent + 23, code)
-    code = bit_ops.lax_where(magnitude == 0, 0, bit_ops.lax_where(magnitude == carrier.inf, HIF8_INFINITY, code))
-    return bit_ops.lax_where(magnitude > carrier.inf, 0x80, bit_ops.lax_where(sign != 0, code | 0x80, code))
+    code = lax_where(exponent <= -fmt.narrows[-1], exponent + 23, code)
+    code = lax_where(magnitude == 0, 0, lax_where(magnitude == carrier.inf, HIF8_INFINITY, code))
+    return lax_where(magnitude > carrier.inf, 0x80, lax_where(sign != 0, code | 0x80, code))
 
 
 def decode_hif8(codes: Array, carrier: Carrier) -> Array:
@@ -339,15 +338,15 @@ def decode_hif8(codes: Array, carrier: Carrier) -> Array:
     width = _count_limits(size, HIF8_STARTS)
     fraction_bits = 3 - _count_limits(size, HIF8_STARTS[2:])
     half = jnp.ones_like(size) << width >> 1
-    field = size >> fraction_bits & bit_ops.low_mask(width)
-    exponent = bit_ops.lax_where(field & half != 0, -field, field + half)
-    fraction = _shift_left_if_positive(size & bit_ops.low_mask(fraction_bits), carrier.fraction - fraction_bits)
-    exponent, fraction = bit_ops.lax_where(size < 8, size - 23, exponent), bit_ops.lax_where(size < 8, 0, fraction)
+    field = size >> fraction_bits & low_mask(width)
+    exponent = lax_where(field & half != 0, -field, field + half)
+    fraction = _shift_left_if_positive(size & low_mask(fraction_bits), carrier.fraction - fraction_bits)
+    exponent, fraction = lax_where(size < 8, size - 23, exponent), lax_where(size < 8, 0, fraction)
     magnitude = ((exponent + carrier.bias) << carrier.fraction) + fraction
-    magnitude = bit_ops.lax_where(size == 0, bit_ops.lax_where(codes == 0, 0, carrier.nan), magnitude)
-    magnitude = bit_ops.lax_where(size == HIF8_INFINITY, carrier.inf, magnitude)
-    sign = bit_ops.lax_where((codes > 0x7F) & (size != 0), jnp.full_like(magnitude, carrier.sign_bit), 0)
-    return bit_ops.join_sign(sign, magnitude, carrier)
+    magnitude = lax_where(size == 0, lax_where(codes == 0, 0, carrier.nan), magnitude)
+    magnitude = lax_where(size == HIF8_INFINITY, carrier.inf, magnitude)
+    sign = lax_where((codes > 0x7F) & (size != 0), jnp.full_like(magnitude, carrier.sign_bit), 0)
+    return join_sign(sign, magnitude, carrier)
 
 
 def _count_limits(x: Array, limits: tuple[int, ...]) -> Array:

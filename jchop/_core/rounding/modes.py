@@ -20,8 +20,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from jchop._common import bit_ops
-from jchop._common.bit_ops import Carrier
+from jchop._common.bit_ops import Carrier, floor_log2_integers, lax_clip, lax_where, low_mask, shift_right, top_bit
 from jchop._core.rounding.grid import Grid, most_random_bits, tapered_word
 from jchop._spec.spec import Spec
 from jchop.formats.rounding import Rounding
@@ -67,7 +66,7 @@ def _top_bits(word: Array, bits: int) -> Array:
 
 def _coin_of_word(bits: RandomBits | None) -> Array:
     assert bits is not None
-    return bit_ops.top_bit(bits.word)
+    return top_bit(bits.word)
 
 
 # -- at or above the smallest value ------------------------------------------------------------------------------------
@@ -90,16 +89,16 @@ class GridCut:
         """Mask of the discarded bits below the reach of N random bits: 2^(d-N) - 1, or 0."""
         assert self.draw is not None
         if isinstance(self.depth, int):
-            return bit_ops.low_mask(max(self.depth - self.draw.bits, 0))
-        return bit_ops.low_mask(jnp.maximum(self.depth - self.draw.bits, 0))
+            return low_mask(max(self.depth - self.draw.bits, 0))
+        return low_mask(jnp.maximum(self.depth - self.draw.bits, 0))
 
     def random(self) -> Array:
         """R 2^(d-N): the random bits on the scale of the discarded bits, without fractions."""
         assert self.draw is not None
         word, width = self.draw.word, self.draw.width
         if not self.least:  # d = 0 would shift by the whole width: shift twice
-            word, width = bit_ops.shift_right(word, 1), width - 1
-        return bit_ops.shift_right(word, width - self.depth).astype(self.magnitude.dtype)
+            word, width = shift_right(word, 1), width - 1
+        return shift_right(word, width - self.depth).astype(self.magnitude.dtype)
 
     def random_to_nearest(self) -> Array:
         """`random`, plus the addend that first rounds the discarded bits to N bits, ties to even."""
@@ -111,14 +110,14 @@ ROUNDING_ADDENDS: dict[Rounding, Callable[[GridCut], Array | int]] = {
     Rounding.NEAREST_EVEN: lambda cut: (cut.mask >> 1) + (cut.last & cut.mask),
     Rounding.NEAREST_AWAY: lambda cut: cut.mask - (cut.mask >> 1),
     Rounding.NEAREST_ZERO: lambda cut: cut.mask >> 1,
-    Rounding.UP: lambda cut: bit_ops.lax_where(cut.negative, 0, cut.mask),
-    Rounding.DOWN: lambda cut: bit_ops.lax_where(cut.negative, cut.mask, 0),
+    Rounding.UP: lambda cut: lax_where(cut.negative, 0, cut.mask),
+    Rounding.DOWN: lambda cut: lax_where(cut.negative, cut.mask, 0),
     Rounding.TOWARD_ZERO: lambda cut: 0,
     Rounding.ODD: lambda cut: cut.mask & (cut.last - 1),
     Rounding.STOCHASTIC: GridCut.random,
     Rounding.STOCHASTIC_B: GridCut.random,
     Rounding.STOCHASTIC_C: GridCut.random_to_nearest,
-    Rounding.STOCHASTIC_EQUAL: lambda cut: bit_ops.lax_where(_coin_of_word(cut.draw), cut.mask, 0),
+    Rounding.STOCHASTIC_EQUAL: lambda cut: lax_where(_coin_of_word(cut.draw), cut.mask, 0),
 }
 
 
@@ -127,17 +126,17 @@ def round_magnitude(magnitude: Array, negative: Array, word: Array | None, spec:
     if grid.taper is not None:
         return _round_tapered_word(magnitude, negative, word, spec, grid)
     depth, last = drop_depth(magnitude, grid)
-    mask = bit_ops.low_mask(depth)
+    mask = low_mask(depth)
     bits = take_random_bits(word, spec, grid.carrier)
     cut = GridCut(magnitude, depth, 0 if grid.deep else grid.drop, mask, last, negative, bits)
     rounded_bits = (magnitude + ROUNDING_ADDENDS[spec.rounding](cut)) & ~mask
     if grid.tiny_bits:
         away = AWAY_FROM_ZERO[spec.rounding](BelowSmallest(magnitude, negative, bits, grid)) if grid.zero else True
         tiny = grid.tiny_bits
-        below = tiny * away if isinstance(away, bool) else bit_ops.lax_where(away, jnp.full_like(magnitude, tiny), 0)
-        rounded_bits = bit_ops.lax_where(magnitude < grid.tiny_bits, below, rounded_bits)
+        below = tiny * away if isinstance(away, bool) else lax_where(away, jnp.full_like(magnitude, tiny), 0)
+        rounded_bits = lax_where(magnitude < grid.tiny_bits, below, rounded_bits)
     if spec.flush:
-        rounded_bits = bit_ops.lax_where(magnitude < grid.normal_bits, 0, rounded_bits)
+        rounded_bits = lax_where(magnitude < grid.normal_bits, 0, rounded_bits)
     return rounded_bits
 
 
@@ -145,12 +144,12 @@ def _round_tapered_word(magnitude: Array, negative: Array, word: Array | None, s
     """`round_magnitude` for a tapered format, whose strings are cut; no number but 0 becomes 0."""
     assert grid.taper is not None
     layout = tapered_word(magnitude, grid.taper, grid.carrier)
-    mask = bit_ops.low_mask(layout.depth)
+    mask = low_mask(layout.depth)
     bits = take_random_bits(word, spec, grid.carrier)
     cut = GridCut(layout.word, layout.depth, 0, mask, layout.last, negative, bits)
     rounded_bits = ((layout.word + ROUNDING_ADDENDS[spec.rounding](cut)) & ~mask) - layout.offset
-    smallest = bit_ops.lax_where(magnitude == 0, 0, jnp.full_like(magnitude, grid.tiny_bits))
-    return bit_ops.lax_where(magnitude <= grid.tiny_bits, smallest, rounded_bits)
+    smallest = lax_where(magnitude == 0, 0, jnp.full_like(magnitude, grid.tiny_bits))
+    return lax_where(magnitude <= grid.tiny_bits, smallest, rounded_bits)
 
 
 def drop_depth(magnitude: Array, grid: Grid) -> tuple[Array | int, Array]:
@@ -168,7 +167,7 @@ def drop_depth(magnitude: Array, grid: Grid) -> tuple[Array | int, Array]:
     if grid.spacing is not None:
         if grid.spacing <= fraction:  # else d is M for every subnormal of the carrier
             exponent = jnp.maximum(exponent, 1)
-        depth = bit_ops.lax_clip(grid.spacing - exponent, grid.drop, fraction)
+        depth = lax_clip(grid.spacing - exponent, grid.drop, fraction)
     return depth, ((magnitude + grid.parity) >> depth) & 1
 
 
@@ -178,13 +177,11 @@ def _subnormal_drop_depth(magnitude: Array, exponent: Array, grid: Grid) -> tupl
     A subnormal with leading bit b has the spacing of a normal value M - b binades lower, so d is smaller by M - b.
     """
     carrier, subnormal = grid.carrier, exponent == 0
-    lead = bit_ops.floor_log2_integers(bit_ops.lax_where(subnormal, jnp.maximum(magnitude, 1), 1), carrier).astype(
-        magnitude.dtype
-    )
-    depth = bit_ops.lax_where(subnormal, jnp.maximum(grid.drop - carrier.fraction + lead, grid.deep_least), grid.drop)
+    lead = floor_log2_integers(lax_where(subnormal, jnp.maximum(magnitude, 1), 1), carrier).astype(magnitude.dtype)
+    depth = lax_where(subnormal, jnp.maximum(grid.drop - carrier.fraction + lead, grid.deep_least), grid.drop)
     last = (magnitude + grid.parity) >> depth
     if grid.drop == carrier.fraction:  # one bit of precision: the parity of the exponent
-        last = bit_ops.lax_where(subnormal, lead + grid.deep_parity, last)
+        last = lax_where(subnormal, lead + grid.deep_parity, last)
     return depth, last & 1
 
 
@@ -220,7 +217,7 @@ class DiscardedFraction(BetweenNeighbours):
     def nearest(self, tie: Array | bool) -> Array:
         """Whether the nearer neighbour is the one away from zero; a tie goes to it if `tie`."""
         share, has_more = self.share
-        return bit_ops.top_bit(share) & ((share << 1 != 0) | has_more | tie)
+        return top_bit(share) & ((share << 1 != 0) | has_more | tie)
 
     def stochastic(self) -> Array:
         """P3109 StochasticA: floor(nu 2^N) + R >= 2^N, both sides scaled to words."""
@@ -266,11 +263,11 @@ class BelowSmallest(DiscardedFraction):
 
     @property
     def above(self) -> Array:
-        return bit_ops.lax_where(self.negative, 0, self.magnitude) != 0
+        return lax_where(self.negative, 0, self.magnitude) != 0
 
     @property
     def below(self) -> Array:
-        return bit_ops.lax_where(self.negative, self.magnitude, 0) != 0
+        return lax_where(self.negative, self.magnitude, 0) != 0
 
     def nearest(self, tie: Array | bool) -> Array:
         half = self.grid.carrier.magnitude_bits(Fraction(2) ** (self.grid.tiny_exponent - 1))
@@ -281,6 +278,7 @@ class BelowSmallest(DiscardedFraction):
 
     @property
     def share(self) -> tuple[Array, Array | bool]:
+        """The magnitude over T as a fraction in units of a random word's, and whether bits are cut from it."""
         assert self.draw is not None
         carrier, exponent, width = self.grid.carrier, self.grid.tiny_exponent, self.draw.width
         unsigned = self.draw.word.dtype
@@ -290,12 +288,12 @@ class BelowSmallest(DiscardedFraction):
         # Moves the significand to the top of a word; the bits above it are shifted out, except the leading bit's place.
         significand = (self.magnitude | 1 << carrier.fraction).astype(unsigned) << (width - 1 - carrier.fraction)
         if exponent + carrier.bias - 2 < width:  # else subnormals of the carrier leave no bit
-            significand = bit_ops.lax_where(field > 0, significand, significand << 1 >> 1)
+            significand = lax_where(field > 0, significand, significand << 1 >> 1)
             field = jnp.maximum(field, 1)
         # Not negative below T; above T the result is not used.
         shift = jnp.maximum(exponent + carrier.bias - 1 - field, 0)
         within = jnp.minimum(shift, width - 1).astype(unsigned)
-        share = bit_ops.lax_where(shift < width, significand >> within, 0)
+        share = lax_where(shift < width, significand >> within, 0)
         return share, (share << within != significand) & (self.magnitude != 0)
 
 

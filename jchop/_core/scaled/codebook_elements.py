@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, enable_x64, lax
 
-from jchop._common import bit_ops
-from jchop._common.bit_ops import FLOAT32, FLOAT64
+from jchop._common.bit_ops import FLOAT32, FLOAT64, lax_clip, lax_where, low_mask, ordered_integers, split_sign
 from jchop._core.arithmetic import float64
 from jchop._core.arithmetic.double_word import significand_of_extended
 from jchop._core.rounding.codebooks import Bins, make_bins, take_in_bounds
@@ -82,8 +81,8 @@ def encode_by_thresholds(x: Array, scales: BlockScales, plan: ScaledPlan) -> Arr
     table = _threshold_table(fmt, plan.element.rounding)
     assert table is not None
     starts = plan.backend.per_group(_starts_of_levels(extend_exponent(scale_magnitude(scales, plan), FLOAT32), table))
-    sign, magnitude = bit_ops.split_sign(x, FLOAT32)
-    value = bit_ops.lax_where(magnitude > FLOAT32.inf, FLOAT32.inf, bit_ops.ordered_integers(sign, magnitude))
+    sign, magnitude = split_sign(x, FLOAT32)
+    value = lax_where(magnitude > FLOAT32.inf, FLOAT32.inf, ordered_integers(sign, magnitude))
     no_start = jnp.full_like(starts[0], np.iinfo(np.int32).max)
     candidates = [starts[i] if i < len(table) else no_start for i in range((1 << fmt.bits) - 1)]
     code = jnp.zeros_like(value)
@@ -92,8 +91,7 @@ def encode_by_thresholds(x: Array, scales: BlockScales, plan: ScaledPlan) -> Arr
         reaches = value >= candidates[middle]
         code = 2 * code + reaches
         candidates = [
-            bit_ops.lax_where(reaches, *pair)
-            for pair in zip(candidates[middle + 1 :], candidates[:middle], strict=True)
+            lax_where(reaches, *pair) for pair in zip(candidates[middle + 1 :], candidates[:middle], strict=True)
         ]
     return code.astype(fmt.code_dtype)
 
@@ -118,14 +116,14 @@ def _starts_of_levels(scale: Array, table: Sequence[tuple[Fraction, bool]]) -> A
     )
     strict, sign = column(beyond for _, beyond in table), column((v > 0) - (v < 0) for v, _ in table)
     # Positive infinity reaches all thresholds; negative infinity reaches none.
-    up = jnp.minimum(floor + bit_ops.lax_where(strict != 0, 1, inexact), FLOAT32.inf)
-    down = jnp.maximum(bit_ops.lax_where(strict != 0, 1 - (floor + inexact), -floor), 1 - FLOAT32.inf)
-    return bit_ops.lax_where(sign > 0, up, bit_ops.lax_where(sign < 0, down, jnp.zeros_like(up) + strict))
+    up = jnp.minimum(floor + lax_where(strict != 0, 1, inexact), FLOAT32.inf)
+    down = jnp.maximum(lax_where(strict != 0, 1 - (floor + inexact), -floor), 1 - FLOAT32.inf)
+    return lax_where(sign > 0, up, lax_where(sign < 0, down, jnp.zeros_like(up) + strict))
 
 
 def _truncate_threshold_product(scale: Array, count: np.ndarray, exponent: np.ndarray) -> tuple[Array, Array]:
     """Magnitude bits of scale times count 2^exponent toward zero (`FLOAT32.inf` or more if too large); 1 if inexact."""
-    significand, mask = significand_of_extended(scale, FLOAT32), bit_ops.low_mask(_DIGIT_BITS)
+    significand, mask = significand_of_extended(scale, FLOAT32), low_mask(_DIGIT_BITS)
     top, tail = jnp.zeros_like(scale), jnp.zeros_like(scale)
     for i in range(_DIGIT_COUNT):
         tail = tail | top & mask
@@ -135,8 +133,8 @@ def _truncate_threshold_product(scale: Array, count: np.ndarray, exponent: np.nd
     field = jnp.minimum(
         (scale >> FLOAT32.fraction) + drop + ((_DIGIT_COUNT - 1) * _DIGIT_BITS + exponent), 2 * FLOAT32.bias + 1
     )
-    drop = drop + bit_ops.lax_clip(1 - field, 0, FLOAT32.fraction + 1)
-    tail = tail | top & bit_ops.low_mask(drop)
+    drop = drop + lax_clip(1 - field, 0, FLOAT32.fraction + 1)
+    tail = tail | top & low_mask(drop)
     floor = (jnp.maximum(field - 1, 0) << FLOAT32.fraction) + (top >> drop)
     return floor, (tail != 0).astype(floor.dtype)
 
@@ -156,10 +154,7 @@ def pick_product(codes: Array, products: Array) -> Array:
     choices, bit = [products[i] for i in range(products.shape[0])], 0
     while len(choices) > 1:
         odd = codes >> bit & 1 != 0
-        choices, bit = (
-            [bit_ops.lax_where(odd, *pair) for pair in zip(choices[1::2], choices[::2], strict=True)],
-            bit + 1,
-        )
+        choices, bit = ([lax_where(odd, *pair) for pair in zip(choices[1::2], choices[::2], strict=True)], bit + 1)
     return choices[0]
 
 
@@ -217,11 +212,11 @@ def _bin_table(fmt: CodebookFormat, mode: Rounding) -> _BinTable | None:
     strict = tuple({beyond for value, beyond in thresholds if (value > 0) is above} for above in (True, False))
     values = np.array([float(value) for value, _ in thresholds])
     word, sizes, spare = values.view(np.int64), np.abs(values[values != 0]), FLOAT64.fraction + 1 - _THRESHOLD_BITS
-    exact = all(values == [value for value, _ in thresholds]) and not (word & bit_ops.low_mask(spare)).any()
+    exact = all(values == [value for value, _ in thresholds]) and not (word & low_mask(spare)).any()
     within = ((sizes >= 2.0**-_THRESHOLD_REACH) & (sizes <= 2.0**_THRESHOLD_TOP)).all()
     if max(map(len, strict)) > 1 or not (exact and within):
         return None
-    low = (word >> spare) & bit_ops.low_mask(_CUT_BITS)
+    low = (word >> spare) & low_mask(_CUT_BITS)
     number = (word - (low << spare)).view(np.float64).astype(np.float32)
     bins = make_bins(tuple((FLOAT32.ordered_bits(number) + ((low > 0) & (number > 0))).tolist()), _BIN_MARGIN)
     if bins is None:
@@ -245,41 +240,44 @@ def encode_codebook(x: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     assert table is not None
     bits = extend_exponent(scale_magnitude(scales, plan), FLOAT32)
     factor, small, inverse, significand, exponent = plan.backend.per_group(_prepare_scales(bits))
-    # Not by `bit_ops.split_sign`: the largest of a group is found from its result, and XLA would write it to memory for
+    # Not by `split_sign`: the largest of a group is found from its result, and XLA would write it to memory for
     # both uses.
     below, magnitude = float_to_bits(x) < 0, _clear_sign_bit(float_to_bits(x))
     # The numbers are moved like their scales.
-    count = bit_ops.lax_where(below, -magnitude, magnitude).astype(jnp.float32)
-    moved = bit_ops.lax_where(magnitude < 1 << FLOAT32.fraction, count * small, x * factor)
+    count = lax_where(below, -magnitude, magnitude).astype(jnp.float32)
+    moved = lax_where(magnitude < 1 << FLOAT32.fraction, count * small, x * factor)
     guess = float_to_bits(moved * inverse)
     place = table.bins.place(below, _clear_sign_bit(guess))
     number, rest = (
         take_in_bounds(jnp.asarray(table.number), place),
         take_in_bounds(jnp.asarray(table.rest), place).astype(jnp.int32),
     )
-    difference = _threshold_difference(magnitude, number, rest >> _INDEX_BITS, significand, exponent)
-    side = bit_ops.lax_where(below, -difference, difference)
+    # |X| 2^k - |T| S if it is less than 2^31: |x| - |t| s, in units of which T S is a multiple.
+    field = number >> FLOAT32.fraction & low_mask(8)
+    shift = exponent + jnp.maximum(magnitude >> FLOAT32.fraction, 1) - field
+    threshold = significand_of_extended(number, FLOAT32) << _CUT_BITS | (rest >> _INDEX_BITS)
+    # Only fraction bits of x remain: all others, also the leading bit, are shifted out.
+    difference = lax.shift_left(magnitude, shift) - threshold * significand
+    side = lax_where(below, -difference, difference)
     above, others = (side > 0 if beyond else side >= 0 for beyond in table.strict)
-    exact = above if table.strict[0] == table.strict[1] else bit_ops.lax_where(number > 0, above, others)
+    exact = above if table.strict[0] == table.strict[1] else lax_where(number > 0, above, others)
     near = (guess - number + _GUESS_ERROR).astype(jnp.uint32) <= 2 * _GUESS_ERROR
-    reaches = bit_ops.lax_where(near, exact, bits_to_float(guess) >= bits_to_float(number))
+    reaches = lax_where(near, exact, bits_to_float(guess) >= bits_to_float(number))
     if table.has_zero:
-        side = bit_ops.lax_where(below, -magnitude, magnitude)
-        reaches = bit_ops.lax_where(number == 0, side > 0 if table.strict[1] else side >= 0, reaches)
+        side = lax_where(below, -magnitude, magnitude)
+        reaches = lax_where(number == 0, side > 0 if table.strict[1] else side >= 0, reaches)
     nan = magnitude > FLOAT32.inf
-    index = rest & bit_ops.low_mask(_INDEX_BITS)
-    return bit_ops.lax_where(nan, len(fmt.levels) - 1, index + reaches).astype(fmt.code_dtype)
+    index = rest & low_mask(_INDEX_BITS)
+    return lax_where(nan, len(fmt.levels) - 1, index + reaches).astype(fmt.code_dtype)
 
 
 def _prepare_scales(bits: Array) -> tuple[Array, ...]:
     """The factors that move numbers, and numbers below the normal range; 1 / s; S, and its part of k."""
     divisor = grid_elements.quanta_of_bits(bits, least=_LEAST_SCALE_EXPONENT)
     assert divisor.tiny is not None and divisor.factor is not None
-    factor = bit_ops.lax_where(divisor.tiny, jnp.float32(2.0**grid_elements.TINY_FACTOR_EXPONENT), divisor.factor)
+    factor = lax_where(divisor.tiny, jnp.float32(2.0**grid_elements.TINY_FACTOR_EXPONENT), divisor.factor)
     # With all other scales such numbers have the effect of zero.
-    small = bit_ops.lax_where(
-        divisor.tiny, jnp.float32(2.0 ** (FLOAT32.tiny_exponent + grid_elements.TINY_FACTOR_EXPONENT)), 0
-    )
+    small = lax_where(divisor.tiny, jnp.float32(2.0 ** (FLOAT32.tiny_exponent + grid_elements.TINY_FACTOR_EXPONENT)), 0)
     return (
         factor,
         small,
@@ -290,19 +288,7 @@ def _prepare_scales(bits: Array) -> tuple[Array, ...]:
 
 
 def _clear_sign_bit(word: Array) -> Array:
-    return word & bit_ops.low_mask(FLOAT32.width - 1)
-
-
-def _threshold_difference(magnitude: Array, number: Array, low: Array, significand: Array, exponent: Array) -> Array:
-    """|X| 2^k - |T| S if it is less than 2^31: |x| - |t| s, in units of which T S is a multiple.
-
-    Otherwise k, the difference of the exponents, may have no meaning, and the result is not used.
-    """
-    field = number >> FLOAT32.fraction & bit_ops.low_mask(8)
-    shift = exponent + jnp.maximum(magnitude >> FLOAT32.fraction, 1) - field
-    threshold = significand_of_extended(number, FLOAT32) << _CUT_BITS | low
-    # Only fraction bits of x remain: all others, also the leading bit, are shifted out.
-    return lax.shift_left(magnitude, shift) - threshold * significand
+    return word & low_mask(FLOAT32.width - 1)
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------

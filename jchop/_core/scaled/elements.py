@@ -20,7 +20,7 @@ import numpy as np
 from jax import Array, enable_x64, lax
 
 from jchop._common import bit_ops
-from jchop._common.bit_ops import CARRIERS, FLOAT32, Carrier
+from jchop._common.bit_ops import CARRIERS, FLOAT32, Carrier, join_sign, lax_clip, lax_where, split_sign, with_constant
 from jchop._common.checks import check
 from jchop._core.arithmetic import double_word, float64
 from jchop._core.arithmetic.basic import multiply_and_round
@@ -256,7 +256,7 @@ def divisor_parts(divisor: Fraction) -> tuple[int, int]:
 
 def number_of_magnitude(magnitude: Array, carrier: Carrier) -> Array:
     """Magnitude bits as numbers."""
-    return bit_ops.join_sign(jnp.zeros_like(magnitude), magnitude, carrier)
+    return join_sign(jnp.zeros_like(magnitude), magnitude, carrier)
 
 
 # -- choosing ----------------------------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ def choose_scales(
         stores: whether the results are codes, for which no new pages as large as `x` are written. Default False.
     """
     compute = plan.compute
-    sign, magnitude = bit_ops.split_sign(x, compute)
+    sign, magnitude = split_sign(x, compute)
     largest = _largest_magnitude(x, axis, plan, stores)
     tensor = None if tensor is None else tensor_scale_bits(tensor, largest.shape, plan)
     if plan.rule.carry is not None:
@@ -315,8 +315,7 @@ def choose_scales(
     else:
         if len(plan.divisors) == 2:
             ends = (
-                largest_finite_magnitude(bit_ops.lax_where(side, magnitude, 0), axis, plan)
-                for side in (sign == 0, sign != 0)
+                largest_finite_magnitude(lax_where(side, magnitude, 0), axis, plan) for side in (sign == 0, sign != 0)
             )
         else:
             ends = (largest,)
@@ -342,7 +341,7 @@ def _largest_magnitude(x: Array, axis: int | tuple[int, ...], plan: ScaledPlan, 
     axes, carrier, branch = (axis,) if isinstance(axis, int) else axis, plan.compute, plan.backend.branch
 
     def exactly() -> Array:  # from the numbers: operands of a branch are written to memory
-        return largest_finite_magnitude(bit_ops.split_sign(x, carrier)[1], axis, plan)
+        return largest_finite_magnitude(split_sign(x, carrier)[1], axis, plan)
 
     long = if_static(lambda: x.size > MOST_WITHOUT_BRANCH and math.prod(x.shape[i] for i in axes) > _MANY_ROWS)
     if branch is None or not (stores and long) or carrier.name != "float32" or x.ndim - 1 in axes:
@@ -356,15 +355,15 @@ def largest_finite_magnitude(magnitude: Array, axis: int | tuple[int, ...], plan
     """The largest finite magnitude of each block."""
     # One addition makes infinities and NaN negative, and keeps the order of the others.
     step = 1 << plan.compute.fraction
-    largest = plan.backend.maximum(bit_ops.with_constant(lax.add, magnitude, step), axis=axis, keepdims=True)
-    return bit_ops.with_constant(lax.sub, bit_ops.with_constant(lax.max, largest, step), step)
+    largest = plan.backend.maximum(with_constant(lax.add, magnitude, step), axis=axis, keepdims=True)
+    return with_constant(lax.sub, with_constant(lax.max, largest, step), step)
 
 
 def choose_exponents(largest: Array, plan: ScaledPlan) -> tuple[Array, Array]:
     """The exponents of the rule, clamped to the scales' range; and whether they were above it."""
     compute, (low, zero, high) = plan.compute, plan.exponents
     exponent = ((extend_exponent(largest, compute) + exponent_carry(plan)) >> compute.fraction) - exponent_lag(plan)
-    result = bit_ops.lax_where(largest == 0, zero, bit_ops.lax_clip(exponent, low, high))
+    result = lax_where(largest == 0, zero, lax_clip(exponent, low, high))
     return result.astype(largest.dtype), exponent > high
 
 
@@ -407,17 +406,17 @@ def _round_scales_in_float64(ends: tuple[Array, ...], tensor: Array | None, plan
         pairs = zip(ends, plan.divisors, strict=True)
         number = reduce(lax.max, (float64.quotient_in_float64(end, over, plan.scale, tensor) for end, over in pairs))
         low, zero, high = np.array(plan.scale_bits, np.uint32).view(np.float32).astype(np.float64)
-        empty = bit_ops.with_constant(lax.eq, reduce(lax.bitwise_or, ends), 0)
-        beyond = bit_ops.with_constant(lax.gt, number, high)
+        empty = with_constant(lax.eq, reduce(lax.bitwise_or, ends), 0)
+        beyond = with_constant(lax.gt, number, high)
         if min(plan.divisors) < 1 or plan.scale != binary32 or tensor is not None:  # else no quotient is above
-            number = bit_ops.with_constant(lax.min, number, high)
-        return bit_ops.lax_where(empty, zero, bit_ops.with_constant(lax.max, number, low)), beyond
+            number = with_constant(lax.min, number, high)
+        return lax_where(empty, zero, with_constant(lax.max, number, low)), beyond
 
 
 def clamp_scale(bits: Array, empty: Array, plan: ScaledPlan) -> tuple[Array, Array]:
     """The value of `BlockScales` for rounded quotients, or for zeros of an empty block; and whether they overflowed."""
     low, zero, high = plan.scale_bits
-    scale = bit_ops.lax_where(empty, zero, bit_ops.lax_clip(bits, low, high)).astype(bits.dtype)
+    scale = lax_where(empty, zero, lax_clip(bits, low, high)).astype(bits.dtype)
     return (_exponents_of_bits(scale, plan.compute) if plan.is_power else scale), bits > high
 
 
@@ -444,10 +443,10 @@ def _divide_by_constant(largest: Array, divisor: Fraction, spec: Spec, plan: Sca
     if not (is_short_divisor(count, carrier) and (own or has_spare_bits(spec.format, carrier))):
         x = number_of_magnitude(largest, carrier)  # the carrier may not hold the divisor
         exact = double_word.divide_exactly(x, jnp.full_like(x, float(count)), carrier, 2, -exponent)
-        return bit_ops.split_sign(round_exact(exact, spec, carrier, None), carrier)[1]
+        return split_sign(round_exact(exact, spec, carrier, None), carrier)[1]
     bits = quotient_by_constant(largest, count, exponent, carrier, odd=not own)
     if not own:
-        return bit_ops.split_sign(round_to_spec(number_of_magnitude(bits, carrier), spec, carrier), carrier)[1]
+        return split_sign(round_to_spec(number_of_magnitude(bits, carrier), spec, carrier), carrier)[1]
     return bits
 
 
@@ -465,10 +464,8 @@ def _divide_by_tensor_scale(largest: Array, tensor: Array, divisor: Fraction, pl
     whole = jnp.full_like(largest, count)
     product = divisor_of_product(whole, count.bit_length(), exponent, tensor, TENSOR_SCALE.frac_bits, compute)
     ends = not _is_within_reach(plan.scale, compute)
-    odd = bit_ops.lax_where(largest == 0, 0, odd_quotient(largest, product, compute, ends))
-    return bit_ops.split_sign(round_to_spec(number_of_magnitude(odd, compute), scale_rounding(plan), compute), compute)[
-        1
-    ]
+    odd = lax_where(largest == 0, 0, odd_quotient(largest, product, compute, ends))
+    return split_sign(round_to_spec(number_of_magnitude(odd, compute), scale_rounding(plan), compute), compute)[1]
 
 
 # -- the scale of a tensor ---------------------------------------------------------------------------------------------
@@ -490,14 +487,14 @@ def tensor_scale(x: Array, plan: ScaledPlan) -> Array:
         return jnp.float32(plan.rule.constant(plan.element.format))
     if not x.size:
         return jnp.ones((), jnp.float32)
-    magnitude = bit_ops.split_sign(x, compute)[1]
+    magnitude = split_sign(x, compute)[1]
     largest = largest_finite_magnitude(magnitude, tuple(range(x.ndim)), plan).reshape(())
     divisor = plan.rule.top(plan.scale) * Fraction(plan.element.format.max)
     bits = _divide_by_constant(largest, divisor, Spec(TENSOR_SCALE, overflow=Overflow.SATURATE), plan)
     quotient = number_of_magnitude(jnp.minimum(bits, compute.inf - 1), compute)
     codes = encode_elements(quotient, TENSOR_SCALE, compute).astype(jnp.int32)
     result = bits_to_float(jnp.maximum(codes, 1))
-    return bit_ops.lax_where(largest == 0, jnp.float32(1), result)
+    return lax_where(largest == 0, jnp.float32(1), result)
 
 
 def tensor_scale_bits(tensor: Array, shape: tuple[int, ...], plan: ScaledPlan) -> Array:
@@ -523,13 +520,13 @@ def store_scales(scales: BlockScales, plan: ScaledPlan) -> Array:
         codes = scales.value + fmt.bias
         nan = fmt.code_of(float("nan"))
         if scales.nan is not None and nan is not None:
-            codes = bit_ops.lax_where(scales.nan, nan, codes)
+            codes = lax_where(scales.nan, nan, codes)
         return codes.astype(fmt.code_dtype)
     bits = scale_magnitude(scales, plan)
-    bits = bits if scales.nan is None else bit_ops.lax_where(scales.nan, compute.nan, bits)
+    bits = bits if scales.nan is None else lax_where(scales.nan, compute.nan, bits)
     numbers = number_of_magnitude(bits, compute)
     codes = encode_elements(
-        numbers if scales.second is None else bit_ops.lax_where(scales.second, -numbers, numbers), fmt, compute
+        numbers if scales.second is None else lax_where(scales.second, -numbers, numbers), fmt, compute
     )
     return lax.bitcast_convert_type(codes, scale_dtype(plan.scale)) if fmt in _SCALE_NUMBER_DTYPES else codes
 
@@ -546,7 +543,7 @@ def load_scales(array: Array, plan: ScaledPlan, tensor: Array | None = None) -> 
     if tensor is not None:  # one number stays one, which would else be in memory for every block
         tensor = tensor_scale_bits(tensor, bits.shape if tensor.ndim else (1,) * bits.ndim, plan)
     nan = bits >= compute.inf if fmt.has_nan or fmt.has_inf else None
-    bits = bits if nan is None else bit_ops.lax_where(nan, plan.scale_bits[1], bits)
+    bits = bits if nan is None else lax_where(nan, plan.scale_bits[1], bits)
     return BlockScales(_exponents_of_bits(bits, compute) if plan.is_power else bits, nan, tensor, None, second)
 
 
@@ -564,7 +561,7 @@ def _bits_of_exponents(exponent: Array, plan: ScaledPlan) -> Array:
     if plan.exponents[0] > -compute.bias:
         return normal
     subnormal = lax.shift_left(jnp.ones_like(exponent), jnp.maximum(exponent - compute.tiny_exponent, 0))
-    return bit_ops.lax_where(exponent > -compute.bias, normal, subnormal)
+    return lax_where(exponent > -compute.bias, normal, subnormal)
 
 
 # == elements ==========================================================================================================
@@ -599,7 +596,7 @@ def narrow_16_bit(x: Array, carrier: Carrier) -> Array:
 def round_block_quotients(x: Array, scales: BlockScales, plan: ScaledPlan, word: Array | None) -> Array:
     """The quotients x / s rounded once to the element format, as numbers of the arithmetic's carrier."""
     compute, element = plan.compute, plan.element
-    sign, magnitude = bit_ops.split_sign(x, compute)
+    sign, magnitude = split_sign(x, compute)
     plain = (magnitude != 0) & (magnitude < compute.inf)
     levels = isinstance(element.format, CodebookFormat)
     if not plan.is_power and levels != element.rounding.stochastic:
@@ -611,27 +608,27 @@ def round_block_quotients(x: Array, scales: BlockScales, plan: ScaledPlan, word:
         quotient = _divide_by_power(magnitude, scales.value, compute)
     else:
         quotient = odd_quotient(magnitude, _scale_divisor(scales, plan), compute)
-    x = bit_ops.join_sign(sign, bit_ops.lax_where(plain, quotient, magnitude), compute)
+    x = join_sign(sign, lax_where(plain, quotient, magnitude), compute)
     return _canonical_nan(round_to_spec(x, element, compute, word), plan)
 
 
 def _canonical_nan(elements: Array, plan: ScaledPlan) -> Array:
     """Elements with every NaN replaced by the NaN of its code, or by the largest value if the format has no NaN."""
     compute, fmt = plan.compute, plan.element.format
-    sign, magnitude = bit_ops.split_sign(elements, compute)
+    sign, magnitude = split_sign(elements, compute)
     nan = magnitude > compute.inf
     instead = compute.nan if fmt.has_nan else compute.toward_zero(Fraction(fmt.max))[0]
-    return bit_ops.join_sign(bit_ops.lax_where(nan, 0, sign), bit_ops.lax_where(nan, instead, magnitude), compute)
+    return join_sign(lax_where(nan, 0, sign), lax_where(nan, instead, magnitude), compute)
 
 
 def quotient_overflow_mask(x: Array, scales: BlockScales, plan: ScaledPlan, word: Array | None) -> Array:
     """Whether the rounded quotients x / s are beyond the ends of the element format; NaN counts as inside."""
     compute, element = plan.compute, plan.element
-    sign, magnitude = bit_ops.split_sign(x, compute)
+    sign, magnitude = split_sign(x, compute)
     plain = (magnitude != 0) & (magnitude < compute.inf)
     if plan.is_power:
-        quotient = bit_ops.lax_where(plain, _divide_by_power(magnitude, scales.value, compute), magnitude)
-        return overflow_mask(bit_ops.join_sign(sign, quotient, compute), element, compute, word)
+        quotient = lax_where(plain, _divide_by_power(magnitude, scales.value, compute), magnitude)
+        return overflow_mask(join_sign(sign, quotient, compute), element, compute, word)
     return exact_overflow_mask(
         exact_quotient(sign, magnitude, plain, _scale_divisor(scales, plan), compute), element, compute, word
     )
@@ -672,13 +669,12 @@ def put_nan(x: Array, where: Array | None, carrier: Carrier) -> Array:
     """`x`, with NaN at the marked elements."""
     if where is None:
         return x
-    sign, magnitude = bit_ops.split_sign(x, carrier)
-    return bit_ops.join_sign(
-        bit_ops.lax_where(where, 0, sign), bit_ops.lax_where(where, carrier.nan, magnitude), carrier
-    )
+    sign, magnitude = split_sign(x, carrier)
+    return join_sign(lax_where(where, 0, sign), lax_where(where, carrier.nan, magnitude), carrier)
 
 
 def _multiply_by_any_scales(elements: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
+    """Elements times scales and tensor scale, rounded once to the carrier."""
     compute, spec = plan.compute, plan.narrow_spec
     if scales.tensor is not None:
         # The product of the two scales may be beyond either end of the carrier's range.
@@ -694,20 +690,16 @@ def _multiply_by_any_scales(elements: Array, scales: BlockScales, plan: ScaledPl
 def multiply_by_power(x: Array, exponent: Array, carrier: Carrier) -> Array:
     """x 2^exponent for zero, normal, infinite or NaN x; to nearest even in the subnormal range."""  # noqa: D403
     fraction, top = carrier.fraction, 2 * carrier.bias + 1
-    sign, magnitude = bit_ops.split_sign(x, carrier)
+    sign, magnitude = split_sign(x, carrier)
     field = (magnitude >> fraction) + exponent
-    right = bit_ops.lax_clip(1 - field, 0, fraction + 2)
+    right = lax_clip(1 - field, 0, fraction + 2)
     significand = significand_of_extended(magnitude, carrier)
     last = significand >> right & 1
     half = lax.shift_left(jnp.ones_like(right), right) >> 1
     small = (significand + jnp.maximum(half - 1 + last, 0)) >> right
-    bits = bit_ops.lax_where(
-        field > 0, (jnp.minimum(field, top) << fraction) | magnitude & bit_ops.low_mask(fraction), small
-    )
-    bits = bit_ops.lax_where(field >= top, carrier.inf, bits)
-    return bit_ops.join_sign(
-        sign, bit_ops.lax_where((magnitude == 0) | (magnitude >= carrier.inf), magnitude, bits), carrier
-    )
+    bits = lax_where(field > 0, (jnp.minimum(field, top) << fraction) | magnitude & bit_ops.low_mask(fraction), small)
+    bits = lax_where(field >= top, carrier.inf, bits)
+    return join_sign(sign, lax_where((magnitude == 0) | (magnitude >= carrier.inf), magnitude, bits), carrier)
 
 
 # -- tiles -------------------------------------------------------------------------------------------------------------

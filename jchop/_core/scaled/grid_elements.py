@@ -24,7 +24,7 @@ import numpy as np
 from jax import Array, enable_x64, lax
 
 from jchop._common import bit_ops
-from jchop._common.bit_ops import FLOAT32, FLOAT64
+from jchop._common.bit_ops import FLOAT32, FLOAT64, lax_clip, lax_where, low_mask, split_sign, with_constant
 from jchop._core.arithmetic import float64
 from jchop._core.arithmetic.double_word import full_word_product
 from jchop._core.elementary.pairs import split_significand
@@ -110,11 +110,11 @@ def quanta_of_bits(bits: Array, *, huge_too: bool = True, least: int = _TINY_BEL
         bits < (FLOAT32.bias - least) << FLOAT32.fraction,
         bits >= (FLOAT32.bias + _HUGE_FROM) << FLOAT32.fraction,
     )
-    bits = bit_ops.lax_where(tiny, bits + (TINY_FACTOR_EXPONENT << FLOAT32.fraction), bits)
+    bits = lax_where(tiny, bits + (TINY_FACTOR_EXPONENT << FLOAT32.fraction), bits)
     if not huge_too:
         return GroupQuanta(bits_to_float(bits), tiny, None)
-    bits = bit_ops.lax_where(huge, bits - (_HUGE_FROM << FLOAT32.fraction), bits)
-    return GroupQuanta(bits_to_float(bits), tiny, bit_ops.lax_where(huge, jnp.float32(2.0**-_HUGE_FROM), 1))
+    bits = lax_where(huge, bits - (_HUGE_FROM << FLOAT32.fraction), bits)
+    return GroupQuanta(bits_to_float(bits), tiny, lax_where(huge, jnp.float32(2.0**-_HUGE_FROM), 1))
 
 
 def move_with_quanta(x: Array, quanta: GroupQuanta) -> Array:
@@ -122,17 +122,17 @@ def move_with_quanta(x: Array, quanta: GroupQuanta) -> Array:
     if quanta.tiny is None or quanta.factor is None:
         return x
     bits = float_to_bits(x)
-    magnitude = bits & bit_ops.low_mask(31)
+    magnitude = bits & low_mask(31)
     number = bits_to_float(
         jnp.minimum(magnitude, (2 * FLOAT32.bias - TINY_FACTOR_EXPONENT) << FLOAT32.fraction)
         + (TINY_FACTOR_EXPONENT << FLOAT32.fraction)
     )
     # The bits of a subnormal number are read with a leading one that it does not have.
-    number = bit_ops.lax_where(
+    number = lax_where(
         magnitude < 1 << FLOAT32.fraction, (number - 2.0 ** (TINY_FACTOR_EXPONENT - FLOAT32.bias)) * 2, number
     )
     large = bits_to_float(float_to_bits(number) | bits ^ magnitude)
-    return bit_ops.lax_where(quanta.tiny & (magnitude <= FLOAT32.inf), large, x * quanta.factor)
+    return lax_where(quanta.tiny & (magnitude <= FLOAT32.inf), large, x * quanta.factor)
 
 
 # -- rounding ----------------------------------------------------------------------------------------------------------
@@ -197,8 +197,8 @@ def round_to_integers(x: Array, scales: BlockScales, zero: Array | None, plan: S
         (quanta, top, bottom, 1 / quanta.value, high, low, shift + _WHOLE_SHIFT)
     )
     numbers = move_with_quanta(x, quanta)
-    numbers = bit_ops.lax_where(numbers < top, numbers, top)
-    numbers = bit_ops.lax_where(numbers > bottom, numbers, bottom)
+    numbers = lax_where(numbers < top, numbers, top)
+    numbers = lax_where(numbers > bottom, numbers, bottom)
     guess = numbers * inverse
     # Near a whole number, or near the middle of two.
     guess_sum = (guess - 0.5 if nearest else guess) + start
@@ -209,8 +209,8 @@ def round_to_integers(x: Array, scales: BlockScales, zero: Array | None, plan: S
         # The bits of a negative number are a negative integer; there is no -0.
         result = total + 1 + ((float_to_bits(rest) + NEAREST_INCREMENTS[mode](total) - 1) >> 31)
         # Numbers within the ends of elements stay within them.
-        return result if zero is None or plan.in_safe_range else bit_ops.lax_clip(result, fmt.min_code, fmt.max_code)
-    side = bit_ops.lax_where(near == 0, bit_ops.ordered_integers(*bit_ops.split_sign(x, FLOAT32)), float_to_bits(rest))
+        return result if zero is None or plan.in_safe_range else lax_clip(result, fmt.min_code, fmt.max_code)
+    side = lax_where(near == 0, bit_ops.ordered_integers(*split_sign(x, FLOAT32)), float_to_bits(rest))
     compare = (
         partial(_compare_share_by_halves, rest, high, low)
         if plan.in_safe_range
@@ -226,7 +226,7 @@ def _round_by_side(
     fmt, mode = cast(UniformFormat, plan.element.format), plan.element.rounding
     random = take_random_bits(word, plan.element, FLOAT32)
     result = DIRECTIONAL_MODES[mode](v) if random is None else round_stochastically(v, random, mode, compare)
-    return bit_ops.lax_clip(result, fmt.min_code, fmt.max_code)
+    return lax_clip(result, fmt.min_code, fmt.max_code)
 
 
 def round_stochastically(
@@ -241,10 +241,10 @@ def round_stochastically(
     if mode is Rounding.STOCHASTIC_EQUAL:
         return v.floor + (v.inexact & (bit_ops.top_bit(random.word) == outside))
     towards = outside == (v.side >= 0)
-    word = bit_ops.lax_where(towards, jnp.uint32(0) - random.word, random.word)
+    word = lax_where(towards, jnp.uint32(0) - random.word, random.word)
     more, equal = compare(word)
     more = more | (word == 0) & v.inexact
-    away = bit_ops.lax_where(towards, (more | equal) & (word != 0), more ^ True)
+    away = lax_where(towards, (more | equal) & (word != 0), more ^ True)
     return v.floor + (away == outside)
 
 
@@ -256,7 +256,7 @@ def _compare_share_by_words(rest: Array, quantum: Array, word: Array) -> tuple[A
     whole, fraction = _whole_and_fraction(jnp.abs(rest) * scale)
     upper, fraction = _whole_and_fraction(fraction * 2.0**16)
     lower, fraction = _whole_and_fraction(fraction * 2.0**16)
-    significand = (bits & bit_ops.low_mask(FLOAT32.fraction) | 1 << FLOAT32.fraction).astype(jnp.uint32)
+    significand = (bits & low_mask(FLOAT32.fraction) | 1 << FLOAT32.fraction).astype(jnp.uint32)
     high, low = full_word_product(significand, word)
     of_rest = (upper << 16 | lower).astype(jnp.uint32)
     whole = whole.astype(jnp.uint32)
@@ -286,9 +286,9 @@ def _whole_and_fraction(x: Array) -> tuple[Array, Array]:
 
 
 def encode_integers(whole: Array, plan: ScaledPlan) -> Array:
-    """Quanta as codes."""
+    """The codes of elements that are given as integers, in units of the smallest step of the format."""
     fmt = plan.element.format
-    return (whole & bit_ops.low_mask(fmt.bits)).astype(fmt.code_dtype)
+    return (whole & low_mask(fmt.bits)).astype(fmt.code_dtype)
 
 
 def decode_integers(codes: Array, plan: ScaledPlan) -> tuple[Array, Array | None]:
@@ -324,16 +324,16 @@ def move_back_products(product: Array, quanta: GroupQuanta) -> Array:
         return product
     # If 2^-TINY times the product is subnormal, it becomes a whole multiple of the smallest number.
     bits = float_to_bits(product)
-    magnitude = bits_to_float(bits & bit_ops.low_mask(31))
+    magnitude = bits_to_float(bits & low_mask(31))
     lead = 2.0**FLOAT32.fraction
     small = float_to_bits(magnitude * 2.0 ** (-FLOAT32.tiny_exponent - TINY_FACTOR_EXPONENT) + lead) - float_to_bits(
         jnp.float32(lead)
     )
     subnormal = bits_to_float(small | bits & FLOAT32.sign_bit)
-    tiny_product = bit_ops.lax_where(
+    tiny_product = lax_where(
         magnitude < 2.0 ** (1 - FLOAT32.bias + TINY_FACTOR_EXPONENT), subnormal, product * 2.0**-TINY_FACTOR_EXPONENT
     )
-    return bit_ops.lax_where(quanta.tiny, tiny_product, product)
+    return lax_where(quanta.tiny, tiny_product, product)
 
 
 # == products of numbers and scales ====================================================================================
@@ -357,26 +357,24 @@ def multiply_by_scale_bits(numbers: Array, scales: Array, plan: ScaledPlan) -> A
     scales = extend_exponent(scales, FLOAT32)
     tiny = scales < (FLOAT32.bias - _TINY_SCALE_EXPONENT) << FLOAT32.fraction
     large_scales = scales - (FLOAT32.tiny_exponent << FLOAT32.fraction)
-    scale, tiny = plan.backend.per_group((bits_to_float(bit_ops.lax_where(tiny, large_scales, scales)), tiny))
+    scale, tiny = plan.backend.per_group((bits_to_float(lax_where(tiny, large_scales, scales)), tiny))
     product = plan.backend.prevent_fma(numbers * scale, scale)
-    return bit_ops.lax_where(tiny, _round_subnormal_product(numbers, scale, product), product)
+    return lax_where(tiny, _round_subnormal_product(numbers, scale, product), product)
 
 
 def _round_subnormal_product(number: Array, scale: Array, product: Array) -> Array:
     """Number times scale times the smallest number, rounded once; `product` is the rounded number times scale."""
-    number, magnitude = (
-        bits_to_float(float_to_bits(x) & bit_ops.low_mask(FLOAT32.width - 1)) for x in (number, product)
-    )
+    number, magnitude = (bits_to_float(float_to_bits(x) & low_mask(FLOAT32.width - 1)) for x in (number, product))
     # The number of multiples is `count` or one more; the middle between the two decides.
     lead = np.float32(2.0**FLOAT32.fraction)
     count = float_to_bits(jnp.maximum(magnitude - 0.5, 0) + lead) - int(lead.view(np.int32))
     middle = count.astype(jnp.float32) + 0.5
     (high, low), (upper, lower) = (split_significand(x) for x in (number, scale))
     rest = (((high * upper - middle) + high * lower) + low * upper) + low * lower
-    count = count + (bit_ops.ordered_integers(*bit_ops.split_sign(rest, FLOAT32)) + (count & 1) > 0)
+    count = count + (bit_ops.ordered_integers(*split_sign(rest, FLOAT32)) + (count & 1) > 0)
     normal = float_to_bits(magnitude) + (FLOAT32.tiny_exponent << FLOAT32.fraction)
-    bits = bit_ops.lax_where(magnitude < lead, count, normal)
-    bits = bit_ops.lax_where(float_to_bits(magnitude) >= FLOAT32.inf, float_to_bits(magnitude), bits)
+    bits = lax_where(magnitude < lead, count, normal)
+    bits = lax_where(float_to_bits(magnitude) >= FLOAT32.inf, float_to_bits(magnitude), bits)
     return bits_to_float(bits | float_to_bits(product) & FLOAT32.sign_bit)
 
 
@@ -496,7 +494,7 @@ def nearest_grid_step(magnitude: Array, fmt: FloatFormat, below_middle: bool = F
 def encode_floats(x: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     """The codes of the quotients x / s rounded once to the element format."""
     fmt = cast(FloatFormat, plan.element.format)
-    sign, magnitude = bit_ops.split_sign(x, FLOAT32)
+    sign, magnitude = split_sign(x, FLOAT32)
     top = fmt.code_of(fmt.max)
     assert top is not None
     code = _saturate_at_top(_nearest_quotient(x, magnitude, scales, plan).code(fmt), top, magnitude, plan)
@@ -508,21 +506,21 @@ def sign_codes(code: Array, sign: Array, magnitude: Array, fmt: FloatFormat) -> 
     nan = fmt.code_of(math.nan)
     negative = lax.shift_right_logical(sign, jnp.full_like(sign, FLOAT32.width - fmt.bits))
     nan = fmt.code_of(fmt.max) if nan is None else nan
-    return bit_ops.lax_where(magnitude > FLOAT32.inf, nan, code | negative).astype(fmt.code_dtype)
+    return lax_where(magnitude > FLOAT32.inf, nan, code | negative).astype(fmt.code_dtype)
 
 
 def round_float_quotients(x: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     """The values of the codes of `encode_floats`, without the scales."""
     fmt = cast(FloatFormat, plan.element.format)
-    sign, magnitude = bit_ops.split_sign(x, FLOAT32)
+    sign, magnitude = split_sign(x, FLOAT32)
     number = _saturate_at_top(_nearest_quotient(x, magnitude, scales, plan).number, float(fmt.max), magnitude, plan)
     nan = math.nan if fmt.has_nan else float(fmt.max)
-    return bit_ops.lax_where(magnitude > FLOAT32.inf, nan, bits_to_float(float_to_bits(number) | sign))
+    return lax_where(magnitude > FLOAT32.inf, nan, bits_to_float(float_to_bits(number) | sign))
 
 
 def _saturate_at_top(value: Array, top: float, magnitude: Array, plan: ScaledPlan) -> Array:
     value = jnp.minimum(value, top)
-    return value if plan.in_safe_range else bit_ops.lax_where(magnitude >= FLOAT32.inf, top, value)
+    return value if plan.in_safe_range else lax_where(magnitude >= FLOAT32.inf, top, value)
 
 
 def _nearest_quotient(x: Array, magnitude: Array, scales: BlockScales, plan: ScaledPlan) -> GridStep:
@@ -533,6 +531,7 @@ def _nearest_quotient(x: Array, magnitude: Array, scales: BlockScales, plan: Sca
 
 
 def _divide_floats_by_power(magnitude: Array, scales: BlockScales, plan: ScaledPlan) -> GridStep:
+    """Magnitude bits over scales 2^e, rounded to the element format, as steps of its grid."""
     exponent = scales.value
     # Zero, and numbers far larger than the scale, are clamped so that the field of the quotient does not overflow.
     most = (FLOAT32.inf - 1) + (jnp.minimum(exponent, 0) << FLOAT32.fraction)
@@ -545,7 +544,7 @@ def _divide_floats_by_power(magnitude: Array, scales: BlockScales, plan: ScaledP
         for end in (2.0 ** -(_LEAST_ELEMENT_EXPONENT + 2), 2.0 ** (_MOST_ELEMENT_EXPONENT + 2))
     )
     fmt = cast(FloatFormat, plan.element.format)
-    return nearest_grid_step(bits_to_float(bit_ops.lax_clip(bits, low, high)), fmt)
+    return nearest_grid_step(bits_to_float(lax_clip(bits, low, high)), fmt)
 
 
 def _divide_floats_by_safe_power(magnitude: Array, scales: BlockScales, plan: ScaledPlan) -> GridStep:
@@ -554,18 +553,17 @@ def _divide_floats_by_safe_power(magnitude: Array, scales: BlockScales, plan: Sc
     quotient = bits_to_float(magnitude) * plan.backend.per_group(
         bits_to_float((FLOAT32.bias - scales.value) << FLOAT32.fraction)
     )
-    return nearest_grid_step(
-        bit_ops.lax_where(quotient < float(fmt.max), quotient, float(fmt.max)), fmt, below_middle=False
-    )
+    return nearest_grid_step(lax_where(quotient < float(fmt.max), quotient, float(fmt.max)), fmt, below_middle=False)
 
 
 def _divide_floats(x: Array, scales: BlockScales, plan: ScaledPlan) -> GridStep:
+    """Magnitudes over scales, rounded to nearest: a guess by the inverse, then a comparison with the middle."""
     fmt = cast(FloatFormat, plan.element.format)
     divisor, high, low = _halves_of_scales(scales, plan)
     divisor, inverse, high, low = plan.backend.per_group((divisor, 1 / (high + low), high, low))
-    numbers = bits_to_float(float_to_bits(move_with_quanta(x, divisor)) & bit_ops.low_mask(FLOAT32.width - 1))
+    numbers = bits_to_float(float_to_bits(move_with_quanta(x, divisor)) & low_mask(FLOAT32.width - 1))
     guess = numbers * inverse
-    guess = bit_ops.lax_where(guess < float(fmt.max), guess, float(fmt.max))
+    guess = lax_where(guess < float(fmt.max), guess, float(fmt.max))
     step = nearest_grid_step(guess, fmt, below_middle=True)
     middle = step.number + bits_to_float(float_to_bits(step.shift) - ((FLOAT32.fraction + 1) << FLOAT32.fraction))
     side = float_to_bits((numbers - middle * high) - middle * low)
@@ -638,7 +636,7 @@ def materialize_scale_pairs(scales: BlockScales, plan: ScaledPlan) -> BlockScale
         shape = (2, *value.shape)
         first = lax.broadcasted_iota(jnp.int32, shape, 0) == 0
         both = lax.broadcast_in_dim(value, shape, tuple(range(1, len(shape))))
-        pair = bit_ops.lax_where(first, both, 1.0) / bit_ops.lax_where(first, 1.0, both)
+        pair = lax_where(first, both, 1.0) / lax_where(first, 1.0, both)
         return replace(scales, nan=plan.backend.per_group(scales.nan), pair=(pair[0], pair[1]))
 
 
@@ -671,7 +669,7 @@ def _shift_ties(u: Array, unit: Array | float, mode: Rounding) -> Array:
     if mode is Rounding.NEAREST_EVEN:
         return u
     little = unit * (0.5 * 2.0**-_SNAP_PLACES)
-    return u + bit_ops.lax_where((u < 0) == (mode is Rounding.NEAREST_AWAY), -little, little)
+    return u + lax_where((u < 0) == (mode is Rounding.NEAREST_AWAY), -little, little)
 
 
 def _round_integers_in_float64(
@@ -689,16 +687,16 @@ def _round_integers_in_float64(
     number = float64.widen_float32(x)
     # The signs of the scales are a zero that no compiler knows: quirk constants_of_sums_combined.
     none = lax.convert_element_type(
-        bit_ops.with_constant(lax.shift_right_logical, float64.double_to_bits(value), 63), jnp.float64
+        with_constant(lax.shift_right_logical, float64.double_to_bits(value), 63), jnp.float64
     )
     shift = 0 if zero is None else zero.astype(jnp.float64)
     top, bottom = (float(end) - shift for end in (fmt.max_code + (not nearest), fmt.min_code - (not nearest)))
     t = lax.mul(number, inverse)
-    t = jnp.maximum(bit_ops.lax_where(t < top, t, top), bottom)  # NaN counts as the largest number
-    start = bit_ops.with_constant(lax.add, none, float64.FLOAT64_LEAD)
+    t = jnp.maximum(lax_where(t < top, t, top), bottom)  # NaN counts as the largest number
+    start = with_constant(lax.add, none, float64.FLOAT64_LEAD)
     start = start if zero is None else shift + start
     if nearest:
-        t = _snap_to_spacing(t, bit_ops.with_constant(lax.add, none, float64.FLOAT64_LEAD * 2.0**-_SNAP_PLACES))
+        t = _snap_to_spacing(t, with_constant(lax.add, none, float64.FLOAT64_LEAD * 2.0**-_SNAP_PLACES))
         t = t if mode is Rounding.NEAREST_EVEN else _shift_ties(t + shift, 1, mode) - shift
         total = lax.add(t, start)
         return lax.convert_element_type(float64.double_to_bits(total), jnp.int32), lax.sub(total, start), value
@@ -713,7 +711,7 @@ def _round_integers_in_float64(
 def _halves_of_step(step: Array) -> tuple[Array, Array]:
     """Steps as sums of two numbers of few bits."""
     high = lax.bitcast_convert_type(
-        float64.double_to_bits(step) & ~bit_ops.low_mask(FLOAT64.fraction + 1 - _MOST_SCALE_BITS // 2), jnp.float64
+        float64.double_to_bits(step) & ~low_mask(FLOAT64.fraction + 1 - _MOST_SCALE_BITS // 2), jnp.float64
     )
     return high, step - high
 
@@ -731,7 +729,7 @@ def _round_floats_in_float64(
     nearest = mode in NEAREST_INCREMENTS
     (value, inverse), number = _scales_and_inverses(scales, plan), jnp.abs(float64.widen_float32(x))
     t = number * inverse
-    t = bit_ops.lax_where(t < float(fmt.max), t, float(fmt.max))
+    t = lax_where(t < float(fmt.max), t, float(fmt.max))
     unit = float64.format_spacing(t, fmt)
     lead = unit * float64.FLOAT64_LEAD
     total = (_shift_ties(_snap_to_spacing(t, lead * 2.0**-_SNAP_PLACES), unit, mode) if nearest else t) + lead
@@ -740,7 +738,7 @@ def _round_floats_in_float64(
         return count, unit, near, value
     rest, step = number - near * value, unit * value
     under, inexact = rest < 0, rest != 0
-    lower = bit_ops.lax_where(under, rest + step, rest)
+    lower = lax_where(under, rest + step, rest)
     tail = _FloatRest(
         lower,
         step,
@@ -791,7 +789,7 @@ def encode_in_float64(
         top = fmt.code_of(fmt.max)
         assert top is not None
         code = jnp.minimum(count + (binade << fmt.frac_bits), top)
-        return sign_codes(code, *bit_ops.split_sign(x, FLOAT32), fmt)
+        return sign_codes(code, *split_sign(x, FLOAT32), fmt)
 
 
 def round_in_float64(
@@ -805,7 +803,7 @@ def round_in_float64(
             return float64.narrow_float64(lax.mul(number, value))
         _, _, number, value = _round_floats_in_float64(x, scales, plan, word)
         product = float64.narrow_float64(jnp.minimum(number, float(fmt.max)) * value)
-        sign, magnitude = bit_ops.split_sign(x, FLOAT32)
+        sign, magnitude = split_sign(x, FLOAT32)
         nan = magnitude > FLOAT32.inf
-        bits = float_to_bits(product) | bit_ops.lax_where(nan, 0, sign)
-        return bits_to_float(bit_ops.lax_where(nan, FLOAT32.nan, bits) if fmt.has_nan else bits)
+        bits = float_to_bits(product) | lax_where(nan, 0, sign)
+        return bits_to_float(lax_where(nan, FLOAT32.nan, bits) if fmt.has_nan else bits)

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jchop._common import bit_ops
-from jchop._common.bit_ops import CARRIERS, gather_cut_axes
+from jchop._common.bit_ops import CARRIERS, gather_cut_axes, lax_where, split_sign
 from jchop._core.rounding.codes import join_groups, split_groups
 from jchop.formats import ScaledFormat
 from jchop.formats.scaled.scaled import sparse_length
@@ -29,6 +28,7 @@ class Groups:
 
     @cached_property
     def _split(self) -> tuple[bool, ...]:
+        """Whether each axis is divided into several groups of more than one number."""
         return tuple(size not in (1, length) for length, size in zip(self.shape, self.sizes, strict=True))
 
     @cached_property
@@ -111,7 +111,7 @@ def sparse_mask(x: Array, fmt: ScaledFormat) -> Array:
     """
     assert fmt.sparse is not None
     axis = fmt.axis_of_sparse % x.ndim
-    magnitude = jnp.minimum(bit_ops.split_sign(x, carrier := CARRIERS[x.dtype.name])[1], carrier.inf + 1)
+    magnitude = jnp.minimum(split_sign(x, carrier := CARRIERS[x.dtype.name])[1], carrier.inf + 1)
     return jnp.moveaxis(largest_mask((jnp.moveaxis(magnitude, axis, 0),), *fmt.sparse), 0, axis)
 
 
@@ -120,7 +120,7 @@ def drop_outside_mask(x: Array, mask: Array, fmt: ScaledFormat) -> Array:
 
     They become NaN, or 0 where the ends of a group decide, since a NaN could make its whole group NaN (`nan_block`).
     """
-    return bit_ops.lax_where(mask, x, jnp.asarray(0 if fmt.scale_rule.by_ends else jnp.nan, x.dtype))
+    return lax_where(mask, x, jnp.asarray(0 if fmt.scale_rule.by_ends else jnp.nan, x.dtype))
 
 
 def largest_mask(keys: tuple[Array, ...], n: int, m: int) -> Array:
@@ -153,10 +153,10 @@ def gather_sparse(entries: Array, mask: Array, sparse: tuple[int, int], axis: in
     """
     (n, m), length = sparse, entries.shape[axis]
     which, own = split_groups(mask, m, axis), split_groups(entries, m, axis)
-    rank = bit_ops.lax_where(which, _ranks_in_groups(which, axis + 1), n)
+    rank = lax_where(which, _ranks_in_groups(which, axis + 1), n)
     number = np.arange(n).reshape(n, *(1,) * (entries.ndim - axis))
     match = jnp.expand_dims(rank, axis + 1) == number  # (..., groups, n, m, ...)
-    result = bit_ops.lax_where(match, jnp.expand_dims(own, axis + 1), 0).sum(axis + 2, dtype=entries.dtype)
+    result = lax_where(match, jnp.expand_dims(own, axis + 1), 0).sum(axis + 2, dtype=entries.dtype)
     return join_groups(result, axis, sparse_length(sparse, length))
 
 
@@ -169,7 +169,7 @@ def scatter_sparse(values: Array, mask: Array, sparse: tuple[int, int], axis: in
     which, own = split_groups(mask, m, axis), split_groups(values, n, axis)
     rank = _ranks_in_groups(which, axis + 1)
     each = [lax.slice_in_dim(own, i, i + 1, axis=axis + 1) for i in range(n)]
-    result = reduce(lambda result, i: bit_ops.lax_where(rank >= i, each[i], result), range(1, n), each[0])
+    result = reduce(lambda result, i: lax_where(rank >= i, each[i], result), range(1, n), each[0])
     return join_groups(jnp.broadcast_to(result, rank.shape), axis, length)
 
 

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jchop._common import bit_ops
-from jchop._common.bit_ops import FLOAT32
+from jchop._common.bit_ops import FLOAT32, lax_where, low_mask, split_sign
 from jchop._core.elementary.pairs import split_significand
 from jchop._core.rounding.codes import bits_to_float, encode_elements, float_to_bits
 from jchop._core.scaled import elements, grid_elements
@@ -93,7 +92,7 @@ def supports_plain_power_tiles(plan: ScaledPlan) -> bool:
 
 def largest_with_specials(x: Array, axis: int | tuple[int, ...], plan: ScaledPlan) -> Array:
     """Bits of the largest magnitude of each block, infinities and NaN included."""
-    return plan.backend.maximum(bit_ops.split_sign(x, FLOAT32)[1], axis=axis, keepdims=True)
+    return plan.backend.maximum(split_sign(x, FLOAT32)[1], axis=axis, keepdims=True)
 
 
 def are_plain(largest: Array) -> Array:
@@ -107,13 +106,13 @@ def are_plain(largest: Array) -> Array:
 
 def all_true(blocks: Array, plan: ScaledPlan) -> Array:
     """Whether a condition holds for all blocks of a tile."""
-    wrong = bit_ops.lax_where(blocks, jnp.zeros(blocks.shape, jnp.int32), 1)
+    wrong = lax_where(blocks, jnp.zeros(blocks.shape, jnp.int32), 1)
     return plan.backend.maximum(wrong, axis=tuple(range(blocks.ndim)), keepdims=False) == 0
 
 
 def _plain_scale_exponent(largest: Array, plan: ScaledPlan) -> Array:
     exponent = ((largest + exponent_carry(plan)) >> FLOAT32.fraction) - exponent_lag(plan)
-    return bit_ops.lax_where(largest == 0, plan.exponents[1], exponent)
+    return lax_where(largest == 0, plan.exponents[1], exponent)
 
 
 def _plain_scale(exponent: Array) -> Array:
@@ -121,6 +120,7 @@ def _plain_scale(exponent: Array) -> Array:
 
 
 def _quantize_plain_tile(x: Array, largest: Array, plan: ScaledPlan) -> tuple[Array, Array]:
+    """Codes of the elements and of the scales of a tile whose scales are powers of two."""
     exponent, scale = _plain_scale_exponent(largest, plan), plan.scale
     quotient, fmt = x * _plain_scale(-exponent), plan.element.format
     assert isinstance(fmt, FloatFormat | UniformFormat)
@@ -129,11 +129,12 @@ def _quantize_plain_tile(x: Array, largest: Array, plan: ScaledPlan) -> tuple[Ar
         codes = step.code(fmt) | lax.shift_right_logical(sign, jnp.full_like(sign, 32 - fmt.bits))
     else:
         total = jnp.minimum(jnp.maximum(quotient, float(fmt.min)), float(fmt.max)) + _uniform_shift(fmt)
-        codes = float_to_bits(total) & bit_ops.low_mask(fmt.bits)
+        codes = float_to_bits(total) & low_mask(fmt.bits)
     return codes.astype(fmt.code_dtype), (exponent + scale.bias).astype(scale.code_dtype)
 
 
 def _round_plain_tile(x: Array, largest: Array, plan: ScaledPlan) -> Array:
+    """The numbers of a tile rounded under scales that are powers of two."""
     exponent, fmt = _plain_scale_exponent(largest, plan), plan.element.format
     assert isinstance(fmt, FloatFormat | UniformFormat)
     scale = _plain_scale(exponent)
@@ -147,12 +148,13 @@ def _round_plain_tile(x: Array, largest: Array, plan: ScaledPlan) -> Array:
 
 
 def _round_plain_quotient(quotient: Array, fmt: FloatFormat) -> tuple[Array, grid_elements.GridStep]:
-    sign, bits = bit_ops.split_sign(quotient, FLOAT32)
+    """The sign bits and the grid steps of quotients, clamped to the format's largest value."""
+    sign, bits = split_sign(quotient, FLOAT32)
     return sign, grid_elements.nearest_grid_step(jnp.minimum(bits_to_float(bits), float(fmt.max)), fmt)
 
 
 def _uniform_shift(fmt: UniformFormat) -> float:
-    """Its sum with a number is rounded to a multiple of the quantum, and has its code in the low bits."""
+    """The constant whose sum with a number is a multiple of the quantum, with its code in the low bits."""
     return 1.5 * 2.0 ** (FLOAT32.fraction - fmt.frac_bits)
 
 
@@ -205,7 +207,7 @@ def _divide_by_short_divisor(largest: Array, plan: ScaledPlan) -> Array:
     guess = number * (1 / divisor)
     high, low = split_significand(guess)
     rest = (number - high * divisor) - low * divisor
-    return bit_ops.lax_where(largest == 0, plan.scale_bits[1], float_to_bits(guess + rest * (1 / divisor)))
+    return lax_where(largest == 0, plan.scale_bits[1], float_to_bits(guess + rest * (1 / divisor)))
 
 
 def encode_tile(x: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
@@ -252,6 +254,7 @@ def _stays_within_ends(plan: ScaledPlan) -> bool:
 def _encode_uniform_tile(
     x: Array, scale: _SplitScale, largest: Array, quotient_limits: tuple | None, fmt: UniformFormat
 ) -> Array:
+    """Codes of a tile's numbers over its scale: a guess by the inverse, then a comparison with the middle."""
     guess = x * scale.inverse
     guess = (
         guess if quotient_limits is None else jnp.minimum(jnp.maximum(guess, quotient_limits[0]), quotient_limits[1])
@@ -261,13 +264,14 @@ def _encode_uniform_tile(
     half_step_shift = bits_to_float(_HALF_STEP_BITS | largest & FLOAT32.sign_bit)
     total = guess + half_step_shift
     round_up = _is_above_middle(total, total - half_step_shift, x, scale)
-    return (float_to_bits(total) + round_up) >> 1 & bit_ops.low_mask(fmt.bits)
+    return (float_to_bits(total) + round_up) >> 1 & low_mask(fmt.bits)
 
 
 def _encode_float_tile(
     x: Array, scale: _SplitScale, quotient_limits: tuple[float, float] | None, fmt: FloatFormat
 ) -> Array:
-    sign, magnitude = bit_ops.split_sign(x, FLOAT32)
+    """Codes of a tile's numbers over its scale: a guess by the inverse, then a comparison with the middle."""
+    sign, magnitude = split_sign(x, FLOAT32)
     magnitude = bits_to_float(magnitude)
     guess = magnitude * scale.inverse
     guess = guess if quotient_limits is None else jnp.minimum(guess, quotient_limits[1])
@@ -278,7 +282,7 @@ def _encode_float_tile(
     # The bits of `total` count half steps, and the exponent the binades. Bits beyond the code are not stored: bits of
     # the exponent of `shift`, and the bias, which is 128.
     code = (float_to_bits(total) + (exponent >> (FLOAT32.fraction - fmt.frac_bits - 1)) + round_up) >> 1
-    return code & bit_ops.low_mask(fmt.bits - 1) | lax.shift_right_logical(sign, jnp.full_like(sign, 32 - fmt.bits))
+    return code & low_mask(fmt.bits - 1) | lax.shift_right_logical(sign, jnp.full_like(sign, 32 - fmt.bits))
 
 
 def _is_above_middle(total: Array, middle: Array, x: Array, scale: _SplitScale) -> Array:

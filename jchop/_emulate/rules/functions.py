@@ -329,7 +329,7 @@ class NamedFunction:
     multiple_results: bool = False
 
     def get_bind_params(self, params: dict[str, Any]) -> dict[str, Any]:
-        """As of a primitive."""
+        """The parameters of a call, as of a primitive: the same ones."""
         return params
 
     def bind(self, *args: Any) -> Any:

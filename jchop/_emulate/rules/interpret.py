@@ -20,20 +20,26 @@ from jchop._common.bit_ops import in_auto_mesh, varying_axes
 from jchop._common.settings import always_jit
 from jchop._core.matmul import operations
 from jchop._core.xla.sizes import if_static
-from jchop._emulate.rules.accumulate import accumulate_in_order, run_complex, run_complex_sum
-from jchop._emulate.rules.carrier_ops import round_results, round_with_draw, run_draw, run_in_carrier, run_nextafter
+from jchop._emulate.rules.accumulate import accumulate_in_order, run_complex, run_complex_sum, run_factorization
 from jchop._emulate.rules.functions import arg_extremum_by_bits, extremum_by_bits
-from jchop._emulate.rules.linalg import run_factorization
 from jchop._emulate.rules.rules import EXACT, is_carrier_float, is_exact_under, is_narrow_float, spec_of_fact
-from jchop._emulate.rules.run_task import EmulatedStep, Task, power_draws, run_task
+from jchop._emulate.rules.run_task import (
+    EmulatedStep,
+    Task,
+    power_draws,
+    round_results,
+    round_with_draw,
+    run_draw,
+    run_in_carrier,
+    run_nextafter,
+    run_task,
+)
 from jchop._kernels.operation import MIN_CHAIN_ELEMENTS_TO_TRY, chain_op
 from jchop._program.bind import bind, constant_of, straight_through
-from jchop._program.control import WhileParts, as_jax_value
+from jchop._program.control import WhileParts, as_jax_value, source_of_condition, warn_at_condition
 from jchop._program.repeats import Turns, run_turns, with_turns
 from jchop._program.run import Runner, interpret
-from jchop._program.seeds import Seeds
-from jchop._program.step import REMAT_CALLS, ProgramPlan, is_reference
-from jchop._program.stopped_loops import source_of_condition, warn_at_condition
+from jchop._program.step import REMAT_CALLS, ProgramPlan, Seeds, is_reference
 from jchop._round.arguments import JCHOP_RESULT
 from jchop._spec.spec import Spec
 
@@ -151,7 +157,7 @@ def _run_links(
 
 
 class EmulationRunner(Runner):
-    """Emulated arithmetic.
+    """Runs a plan in emulated arithmetic.
 
     Args:
         max_turns: the most turns of a `while` loop. Default None: any number.
@@ -223,9 +229,8 @@ class EagerRunner(EmulationRunner):
             return self._once(part, EMULATION_RUNNER.run, seeds, args)
         return super().run(part, seeds, args)
 
-    def _once(
-        self, step: EmulatedStep, run: Callable[..., list[Any]], seeds: Seeds | None, args: list[Any]
-    ) -> list[Any]:
+    def _once(self, step: EmulatedStep, run: Callable[..., Any], seeds: Seeds | None, args: list[Any]) -> list[Any]:
+        """Runs a step by a function that is compiled at its first run."""
         if id(step) not in self._step_functions:
             self._step_functions[id(step)] = jax.jit(partial(run, step))
         return self._step_functions[id(step)](seeds, args)
@@ -297,6 +302,7 @@ def _bind_step(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list
 
 
 def _run_step_task(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+    """The results of a step, rounded under its spec; one random word for each rounding that draws."""
     spec = step.choice.spec
     if spec is None:
         return _bind_step(step, seeds, args)

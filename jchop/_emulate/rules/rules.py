@@ -144,6 +144,7 @@ def finite_range_of(fmt: ElementFormat) -> tuple[float, float]:
 
 @lru_cache(maxsize=4096)
 def _holds_number(spec: Spec, value: float) -> bool:
+    """Whether a number is a value of a spec's format."""
     fmt = spec.format
     if math.isnan(value):
         return True
@@ -202,7 +203,7 @@ _ACCUMULATING = """
     reduce_sum reduce_prod cumsum cumprod dot_general conv_general_dilated reduce_window_sum scatter-add scatter-mul
     scatter-sub
 """
-#: Matrix algorithms of `_emulate/rules/linalg.py`, every operation rounded.
+#: Matrix algorithms of `_emulate/rules/accumulate.py`, every operation rounded.
 _MATRIX_ALGORITHMS = "triangular_solve cholesky lu qr"
 #: Primitives with a rule for complex operands or results: real operations on the parts.
 COMPLEX_OPS = frozenset(["add", "add_any", "sub", "mul", "square", "neg", "conj", "real", "imag", "complex"])

@@ -21,13 +21,15 @@ from jchop._program.closures import reachable_objects, same_objects
 from jchop._program.control import as_jax_value
 from jchop._program.jaxprs import Widening, same_program, widest_carrier, with_own_constants
 from jchop._program.run import variables_outside_jchop
-from jchop._program.step import ProgramPlan, equations_of, jaxpr_of, source_line_of
+from jchop._program.step import ProgramPlan, Seeds, equations_of, jaxpr_of, source_line_of
 from jchop._round.arguments import is_torch_tensor
 from jchop._spec.accumulation import MatmulSpec
 from jchop._storage import QArray
 
 #: The most programs of a function that are kept.
 _MOST_TRACES = 64
+#: The arguments and the constants of a program, as they are rounded on entry, and its seeds.
+ProgramEntry = tuple[list[Any], list[Any], Seeds | None]
 
 
 @dataclass(frozen=True)
@@ -193,6 +195,7 @@ class ProgramCache:
     def _program(
         self, jaxpr: Any, consts: tuple[Any, ...], free: tuple[bool, ...], tree: Any, in_trace: bool
     ) -> EmulatedProgram:
+        """The emulated program of a jaxpr: an earlier one of an equal jaxpr, else a new one that is kept."""
         widening = self._widening(jaxpr.invars, free)
         rounds, has_plan = self._rounds(jaxpr.invars, free, widening), False
         for old in tuple(self._programs):
@@ -210,6 +213,7 @@ class ProgramCache:
         return replace(new, plan=replace(new.plan, consts=consts))
 
     def _widening(self, variables: Any, free: tuple[bool, ...]) -> Widening | None:
+        """How equations of narrow dtypes run in the widest dtype of the free arguments, if `narrow="carrier"`."""
         if self.settings.narrow != "carrier":
             return None
         carrier = widest_carrier([v for v, f in zip(variables, free, strict=True) if f])
@@ -226,13 +230,18 @@ class ProgramCache:
         return tuple(self.settings.spec is not None and f and n for f, n in zip(free, numbers, strict=True))
 
     def _make(self, jaxpr: Any, rounds: tuple[bool, ...], tree: Any, widening: Widening | None) -> EmulatedProgram:
+        """The new emulated program of a jaxpr, whose arguments `rounds` are rounded on entry."""
         planner, count = EmulationPlanner(self.settings, widening), len(rounds)
         others = variables_outside_jchop(jaxpr)
         rounds += self._rounds(jaxpr.constvars, [v in others for v in jaxpr.constvars], widening)
         facts = tuple(self.settings.spec if r else None for r in rounds)
         wide = jaxpr if widening is None else widening.program(jaxpr)
         plan = planner.plan(wide, facts[:count], constants=facts[count:])
-        _refuse_rules_without_effect(self.settings, planner.used, plan)
+        idle = [rule for rule in self.settings.rules if rule[0] not in planner.used]
+        if idle:
+            steps = [step for step in plan.walk() if step.kind != "own"]
+            reasons = "; ".join(f"{rule[0]!r} {_why_no_effect(*rule, steps)}" for rule in idle)
+            raise ValueError(f"rules: {reasons}; the report method of the emulated function shows all paths")
         return EmulatedProgram(plan, (), rounds, tree, EagerRunner(self.settings.max_turns), jaxpr, widening)
 
 
@@ -245,14 +254,6 @@ def _trees_are_equal(one: Any, other: Any) -> bool:
         return bool(one == other)
     except Exception:  # an array's error, or any error of a class of another package
         return False
-
-
-def _refuse_rules_without_effect(settings: rules.Settings, used: set[str], plan: ProgramPlan) -> None:
-    idle = [rule for rule in settings.rules if rule[0] not in used]
-    if idle:
-        steps = [step for step in plan.walk() if step.kind != "own"]
-        reasons = "; ".join(f"{rule[0]!r} {_why_no_effect(*rule, steps)}" for rule in idle)
-        raise ValueError(f"rules: {reasons}; the report method of the emulated function shows all paths")
 
 
 def _why_no_effect(pattern: str, value: Any, steps: list[Any]) -> str:

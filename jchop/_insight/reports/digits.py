@@ -20,13 +20,13 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jchop._common.checks import call_hint, check, check_float, check_instance, check_int
 from jchop._common.text import RowReport, TableOrLine, plain_data
 from jchop._emulate.emulate import EmulatedFunction, call_seeds, round_on_entry
-from jchop._emulate.paired.paired_run import MOST_REPORT_TURNS, SILENT_KINDS, step_label, walk_sources
+from jchop._emulate.paired import MOST_REPORT_TURNS, SILENT_KINDS, step_label, walk_sources
 from jchop._emulate.rules.interpret import EagerRunner, round_operands
 from jchop._emulate.rules.rules import EXACT, Settings, is_carrier_float, make_settings
 from jchop._emulate.rules.run_task import EmulatedStep
 from jchop._emulate.rules.trace import EmulatedProgram, trace_program
 from jchop._insight.reports.report import PlacedRow, refuse_tracers, unbind_method
-from jchop._program.control import as_jax_value, copy_if_reference, where_active
+from jchop._program.control import COMPARISONS, as_jax_value, copy_if_reference, where_active
 from jchop._program.lanes import (
     LaneRunner,
     align_shard_axes,
@@ -37,9 +37,7 @@ from jchop._program.lanes import (
     with_vmap_collective,
 )
 from jchop._program.run import interpret
-from jchop._program.seeds import Seeds
-from jchop._program.step import ProgramPlan, user_line
-from jchop._program.stopped_loops import COMPARISONS
+from jchop._program.step import ProgramPlan, Seeds, user_line
 from jchop._round.arguments import check_key
 from jchop._spec.spec import SpecLike
 from jchop.formats import FloatFormat

@@ -15,14 +15,14 @@ from jax import Array, lax
 from jax.extend.core import Literal
 
 from jchop._common.settings import always_jit
-from jchop._emulate.paired.measure import as_double_precision
-from jchop._emulate.paired.paired_run import (
+from jchop._emulate.paired import (
     CHOOSING_KINDS,
     ELEMENTWISE_KINDS,
     SILENT_KINDS,
     LaneSeeds,
     PairedRun,
     ValuePair,
+    as_double_precision,
 )
 from jchop._emulate.rules.rules import is_number
 from jchop._emulate.rules.run_task import EmulatedStep
@@ -139,7 +139,7 @@ class Tape(PairedRun):
         return args
 
     def _look_at_literals(self, step: EmulatedStep, seeds: LaneSeeds, args: list[ValuePair]) -> None:
-        """Nothing is measured."""
+        """Measures nothing: literals are recorded as constants."""
 
     def _look(self, step: EmulatedStep, low: list[Any], results: list[Any], reference: list[Any]) -> None:
         """Nothing is measured: the errors are recorded."""
@@ -258,6 +258,7 @@ class Tape(PairedRun):
     def _pull_back_step(
         self, step: EmulatedStep, axes: ShardAxes, args: list[ValuePair], out: list[TapeNode], cotangents: list[Any]
     ) -> list[Any]:
+        """The cotangents of a step's operands from the cotangents of its results; None for other than numbers."""
         operands = [
             i
             for i, (v, x) in enumerate(zip(step.eqn.invars, args, strict=True))
@@ -366,9 +367,7 @@ def _pull_back(equation: _EquationFacts, low: list[Any], wide: list[Any], cotang
     return mean
 
 
-def _secant_weights(
-    ends: Sequence[Any], sides: Sequence[Any], out: Sequence[Any], reference: Sequence[Any]
-) -> list[Any]:
+def _secant_weights(ends: Sequence[Any], sides: Sequence[Any], out: Sequence[Any], wide: Sequence[Any]) -> list[Any]:
     """For each result, twice the weight of the first of two choices beside the second, with which they are a secant.
 
     Such weights exist for a maximum: its change lies between the changes of the operands that the two programs choose.
@@ -376,7 +375,7 @@ def _secant_weights(
     changes = tuple(map(_finite_change, *sides))
     slopes = (jax.jvp(end, tuple(side), changes)[1] for end, side in zip(ends, sides, strict=True))
     weights = []
-    for x, y, first, second in zip(out, reference, *slopes, strict=True):
+    for x, y, first, second in zip(out, wide, *slopes, strict=True):
         weight = 2 * jnp.real((_finite_change(x, y) - second) / (first - second))
         weights.append(jnp.where(jnp.isfinite(weight), jnp.clip(weight, 0, 2), 1))
     return weights
@@ -474,6 +473,7 @@ def _number_nodes(entry: _TapeEntry) -> list[TapeNode]:
 
 
 def _add_share(share: ErrorShare, node: TapeNode, turn: tuple[int, ...]) -> None:
+    """Adds a node's rounding error to a share: its squares, and its part in the error of the output, by turn."""
     error = as_double_precision(node.rounding_error)
     share.squares += float(np.sum(np.abs(error) ** 2))
     share.count += error.size

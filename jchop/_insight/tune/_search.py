@@ -85,6 +85,7 @@ class AssignmentSearch:
         return pareto_front(trial for trial in self.trials.values() if math.isfinite(trial.error))
 
     def _trial(self, assignment: LevelAssignment) -> Trial:
+        """The measured error and the cost of an assignment; each is measured once, within the budget."""
         if assignment in self.trials:
             return self.trials[assignment]
         if len(self.trials) >= self.evaluations or (self._end is not None and time.monotonic() > self._end):
@@ -100,12 +101,14 @@ class AssignmentSearch:
         return trial
 
     def _neighbour(self, trial: Trial, *moves: tuple[int, int]) -> LevelAssignment:
+        """An assignment with other levels at some sites; a move is (site, level)."""
         levels = list(trial.assignment)
         for site, level in moves:
             levels[site] = level
         return tuple(levels)
 
     def _moves(self, trial: Trial) -> list[tuple[int, int]]:
+        """Every change of one site of an assignment, as (site, level)."""
         return [(s, v) for s in range(self.sites) for v in range(self.levels) if v != trial.assignment[s]]
 
     def _lower_levels(self, current: Trial) -> Trial:
@@ -172,14 +175,13 @@ class AssignmentSearch:
             current = self._cheaper_neighbour(current)
 
     def _cheaper_neighbour(self, current: Trial) -> Trial | None:
+        """The costliest allowed assignment below the cost of `current` that changes one or two sites; None for none."""
         moves = self._moves(current)
-        pairs = [(one, two) for one in moves for two in moves if one[0] < two[0]]
+        pairs = [((s, v), (t, w)) for s, v in moves for t, w in moves if s < t]
         assignments = [self._neighbour(current, *change) for change in [*((move,) for move in moves), *pairs]]
-        costs = [(self.cost(assignment), assignment) for assignment in assignments]
+        cheaper = [(-cost, assignment) for assignment in assignments if (cost := self.cost(assignment)) < current.cost]
         # Options that save little are the likeliest to be allowed; their savings add up.
-        for _, assignment in sorted(
-            (pair for pair in costs if pair[0] < current.cost), key=lambda pair: (-pair[0], pair[1])
-        ):
+        for _, assignment in sorted(cheaper):
             trial = self._trial(assignment)
             if trial.error <= self.tolerance:
                 return trial

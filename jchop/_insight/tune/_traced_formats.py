@@ -24,8 +24,7 @@ from jax import Array, lax
 
 from jchop._common.bit_ops import FLOAT64
 from jchop._core.elementary.functions import supports_function
-from jchop._emulate.rules.accumulate import accumulate_in_order
-from jchop._emulate.rules.linalg import map_matrices
+from jchop._emulate.rules.accumulate import accumulate_in_order, map_matrices
 from jchop._emulate.rules.rules import CARRIER_DTYPES, ArithmeticChoice
 from jchop._emulate.rules.run_task import EmulatedStep
 from jchop._kernels.primitive import make_op
@@ -75,6 +74,7 @@ FLOAT64_ROW = np.array([FLOAT64.fraction + 1, 1 - FLOAT64.bias, FLOAT64.inf - 1,
 
 
 def _round_bits_to_row(x: Array, row: Array) -> Array:
+    """Numbers rounded to nearest even in float formats that are data: rows of precision, emin and three limits."""
     precision, emin, largest, finite, infinity = (row[..., i] for i in range(5))
     bits = lax.bitcast_convert_type(x, jnp.int64)
     magnitude = bits & jnp.int64((1 << 63) - 1)
@@ -104,11 +104,6 @@ _round_to_row_op = make_op("jchop_round_to_row", _round_bits_to_row, no_inline=T
 def round_to_row(x: Array, row: Array) -> Array:
     """float64 numbers rounded to the format of a row, in an array of any shape."""
     return _round_to_row_op(x, row)
-
-
-def round_to_44_bits(x: Array) -> Array:
-    """Values of functions, which float64 has to some units, with 44 significant bits: exact values become exact."""
-    return _round_bits_to_row(x, jnp.asarray(_ROW_OF_44_BITS))
 
 
 _ROW_OF_44_BITS = np.array([44, *FLOAT64_ROW[1:]], np.int64)
@@ -214,6 +209,7 @@ class _LevelRunner(Runner):
         ]
 
     def _round(self, x: Array, site: int, dtype: str) -> Array:
+        """A value in the format of a site; each value is rounded once for a site and dtype."""
         key = (site, dtype)
         current = self.formats_of_values.get(id(x))
         if current is not None and current[1] == key:
@@ -289,7 +285,7 @@ def _in_carrier(step: EmulatedStep, args: Sequence[Any]) -> list[Any]:
 
 
 def _bind_in_carrier(step: EmulatedStep, args: Sequence[Any], **params: Any) -> list[Any]:
-    """The carrier's results."""
+    """The results of an equation in the carrier, not rounded."""
     return list(map(_as_float64, bind(step.eqn.primitive, {**step.eqn.params, **params}, *_in_carrier(step, args))))
 
 
@@ -297,7 +293,7 @@ def _bind_in_carrier(step: EmulatedStep, args: Sequence[Any], **params: Any) -> 
 
 
 def _tunable_power(run: _LevelRunner, step: EmulatedStep, site: int, args: list[Any]) -> list[Any]:
-    """By squaring, every product rounded."""
+    """A power to an integer by squaring, every product rounded to the traced format."""
     (x,), exponent, dtype = args, step.eqn.params["y"], step.eqn.outvars[0].aval.dtype.name
     total, square, n = None, x, abs(exponent)
     while n:
@@ -315,7 +311,7 @@ def _tunable_elementary(run: _LevelRunner, step: EmulatedStep, site: int, args: 
     is_exact = [choice.spec is not None and supports_function(step.name, choice.spec) for choice in run.menu]
     if not any(is_exact):
         return _bind_in_carrier(step, args)
-    result = round_to_44_bits(bind(step.eqn.primitive, step.eqn.params, *args)[0])
+    result = _round_bits_to_row(bind(step.eqn.primitive, step.eqn.params, *args)[0], jnp.asarray(_ROW_OF_44_BITS))
     if not all(is_exact):
         result = jnp.where(jnp.asarray(is_exact)[run.levels[site]], result, _bind_in_carrier(step, args)[0])
     return [result]

@@ -84,14 +84,17 @@ class _FewRowsTile:
 
     @property
     def down(self) -> int:
+        """The count of tiles along the rows."""
         return pl.cdiv(self.problem.m, self.tiling.rows)
 
     @property
     def across(self) -> int:
+        """The count of tiles along the columns."""
         return pl.cdiv(self.problem.width, self.tiling.lanes * self.tiling.word)
 
     @property
     def spans(self) -> int:
+        """The count of spans of the inner axis, each with one scale for a column."""
         return self.problem.k // self.tiling.span
 
     @property
@@ -104,6 +107,7 @@ class _FewRowsTile:
         return pl.cdiv(self.spans, self.spans_of_stretch)
 
     def kernel(self, program: Array, x: Any, codes: Any, scales: Any, out: Any) -> None:
+        """Sums a stretch of the inner axis for a few rows: codes are decoded, multiplied, and scaled group by group."""
         tiling, registers = self.tiling, self.registers
         lead, j = divmod_int32(program, self.across)
         stretch, i = divmod_int32(lead, self.down)

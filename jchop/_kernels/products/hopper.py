@@ -87,7 +87,7 @@ class HopperProduct:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the part of a tile that a warpgroup computes."""
+        """The shape of the part of a tile that a warpgroup computes."""
         return self.tiling.rows, self.tiling.columns
 
     @property
@@ -97,10 +97,11 @@ class HopperProduct:
 
     @property
     def tiles(self) -> tuple[int, int]:
+        """The counts of tiles along rows and columns."""
         return pl.cdiv(self.m, self.height), pl.cdiv(self.n, self.tiling.columns)
 
     def run(self, x: Array, w: Array, parts: Mapping[str, Array], whole_tiles: bool = False) -> Array:
-        """The result.
+        """The product of two matrices, (m, n).
 
         Args:
             x: (m, k).
@@ -135,6 +136,7 @@ class HopperProduct:
         return jnp.pad(part.T, ((0, 0), (0, -part.shape[0] % unit)))
 
     def _kernel(self, x: Any, w: Any, parts: dict[str, Any], of_steps: Sequence[str], out: Any) -> None:
+        """Computes tiles of the result by tensor cores, in a pipeline of steps along the inner axis."""
         no_op: Any = lambda *_: None  # noqa: E731
         operands = x, w, *(parts[name] for name in of_steps)
         allocations = self._pipeline(x, of_steps, no_op, no_op).get_allocations(*operands)
@@ -218,7 +220,7 @@ class HopperProduct:
 
 
 def shared_memory_transforms(row: int, dtype: Any) -> tuple[Any, ...]:
-    """Of tiles in shared memory, as the matrix units and copies take them: in parts of rows of 32, 64 or 128 bytes."""
+    """The transforms of tiles in shared memory for matrix units and copies: rows in parts of 32, 64 or 128 bytes."""
     itemsize = jnp.dtype(dtype).itemsize
     part = min(row * itemsize, HOPPER_ROW_BYTES)
     assert row * itemsize % part == 0

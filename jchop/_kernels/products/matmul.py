@@ -64,7 +64,7 @@ class MatmulTpuTiling(Tiling):
 
     @classmethod
     def for_shape(cls, m: int, n: int, k: int, spec: MatmulSpec) -> MatmulTpuTiling:
-        """The heuristic.
+        """The tiling for a product of (m, k) and (k, n), by a heuristic.
 
         A step of an elementwise order takes tens to hundreds of vector operations for each element, so arithmetic
         limits it for every tile. A wide chunk shares the broadcast of its column of `a`. For a matrix unit, nearly

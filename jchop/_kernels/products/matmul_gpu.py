@@ -88,13 +88,16 @@ class _MatmulGpuTile:
 
     @property
     def down(self) -> int:
+        """The count of tiles along the rows."""
         return pl.cdiv(self.padded[0], MATMUL_GPU_ROWS)
 
     @property
     def across(self) -> int:
+        """The count of tiles along the columns."""
         return pl.cdiv(self.padded[1], self.tiling.block_n)
 
     def kernel(self, program: Array, *refs: Any) -> None:
+        """Computes one tile of the result, in the order of the plan."""
         count = 4 if self.plan.spec.order.aligned else 2
         operands, (*seeds_ref, out) = refs[:count], refs[count:]
         lead, j = divmod_int32(program, self.across)
@@ -159,6 +162,7 @@ class _MatmulGpuTile:
         return int32_loop(0, pl.cdiv(self.plan.k, self.block), step, self.zeros)
 
     def sum_in_pairs(self, loads: _OperandLoads, draw: matmul.WordSource | None) -> Array:
+        """The pairwise sum of the products of a tile, with a stack of one partial sum for each level."""
         plan, step_length = self.plan, max(self.tiling.block_k, 2)
 
         def product(k: Array) -> Array:

@@ -80,6 +80,7 @@ class _DotsTile(HopperProduct):
         return (self.registers.full(0.0),) * (self.tiling.columns // _ROUNDED_COLUMNS)
 
     def add(self, total: tuple[Array, ...], sums: Array, step: Array, place: TilePart) -> tuple[Array, ...]:
+        """The sums of a tile after one more dot, rounded; a part for each group of columns."""
         parts = []
         for number, c in enumerate(total):
             left = number * _ROUNDED_COLUMNS
@@ -96,6 +97,7 @@ class _DotsTile(HopperProduct):
         return matmul.make_word_source([seeds[i] for i in range(12)], index, self.plan.carrier)
 
     def write(self, total: tuple[Array, ...], place: TilePart, out: Any) -> None:
+        """Writes the sums of a warpgroup's part of a tile."""
         for number, part in enumerate(total):
             rows, left = pl.ds(place.row, self.tiling.rows), place.column + np.int32(number * _ROUNDED_COLUMNS)
             self.registers.store(out.at[rows, pl.ds(left, _ROUNDED_COLUMNS)], part)

@@ -164,6 +164,7 @@ class _MatmulTpuRun:
         lax.fori_loop(0, self.tiling.block_m // rows, chunk, None)
 
     def _draw(self, start: Array) -> matmul.WordSource | None:
+        """The source of random words for the rows of a tile from `start` on; None if nothing draws."""
         if self.seeds is None:
             return None
         tiling, (m, n) = self.tiling, self.shape

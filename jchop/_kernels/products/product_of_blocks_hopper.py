@@ -88,6 +88,7 @@ class _BlocksTile(HopperProduct):
         return jnp.zeros(self.shape, jnp.float32)
 
     def add(self, total: Array, sums: Array, step: Array, place: TilePart) -> Array:
+        """The total with the sums of a block, under their scales."""
         del step
         return total + self._scaled(sums, self.of_blocks, place, feeds_sum=True)
 
@@ -97,11 +98,12 @@ class _BlocksTile(HopperProduct):
         return multiply_scales(subtract_zero_points(sums, parts), parts, names, feeds_sum)
 
     def staging(self) -> Any:
-        """For parts of 128 bytes of each row."""
+        """The shared memory for results: parts of 128 bytes of each row."""
         shape = COMPUTE_WARPGROUPS, _STORE_SLOTS, _STORE_ROWS, HOPPER_ROW_BYTES // self.dtype.itemsize
         return plgpu.SMEM(shape, self.dtype, transforms=shared_memory_transforms(shape[-1], self.dtype))
 
     def write(self, total: Array, place: TilePart, out: Any) -> None:
+        """Writes a warpgroup's part of a tile through shared memory, slot by slot."""
         total = self._scaled(total, self.once, place).astype(self.dtype)
         width = HOPPER_ROW_BYTES // self.dtype.itemsize
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

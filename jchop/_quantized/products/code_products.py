@@ -141,27 +141,27 @@ class _ConvSums(MatrixSums):
         return y.reshape(self.shape(a, b))
 
     def left(self, rows: Array) -> Array:
-        """Of an image."""
+        """One number for each image, as (n, 1, ..., 1), which broadcasts to the result."""
         return rows.reshape(rows.shape[0], -1)[:, 0].reshape(-1, *(1,) * (len(self.places) + 2))
 
     def right(self, rows: Array) -> Array:
-        """Of a row of the kernel."""
+        """A number for each row of the kernel, the same at all places, as (groups, rows)."""
         return rows.reshape(-1, *rows.shape[-2:])[0]
 
     def left_sum(self, a: Array) -> Array:
-        """Of a window: a product with ones."""
+        """The sum of each window of the image, int32, as a convolution with ones."""
         return self.integers(a, jnp.ones((*self.places, a.shape[-2], 1, a.shape[-1]), a.dtype))
 
     def right_sum(self, b: Array) -> Array:
-        """Of a row of the kernel, all of which lies in every window of an extended image."""
+        """The sum of each row of the kernel, int32, (groups, rows): every window of an extended image has all of it."""
         return jnp.sum(b, (*range(len(self.places)), b.ndim - 1), jnp.int32)
 
     def integers_on_cpu(self, a: Array, b: Array) -> Array:
-        """In float32, panel by panel: XLA has no fast convolution of integers."""
+        """The exact sums of int8, in float32, panel by panel: XLA has no fast convolution of integers."""
         return self.panels(lambda a, b: self.wide(a, b, jnp.float32).astype(jnp.int32), a, b)
 
     def run(self, on_cpu: Callable[..., Array], native: Callable[..., Array], a: Array, b: Array) -> Array:
-        """On a GPU a product of matrices."""
+        """The sums on each platform; GPUs take a product of matrices."""
         return by_platform(partial(native, self._as_matrices), a, b, cpu=on_cpu, tpu=partial(native, self.dot))
 
     def _as_matrices(self, a: Array, b: Array, dtype: Any) -> Array:
@@ -359,6 +359,8 @@ class ExpertSums(MatrixSums):
         return self._sum_by_expert(MatrixSums().integers_on_cpu, a, b)
 
     def _sum_by_expert(self, product: Callable[[Array, Array], Array], a: Array, b: Array) -> Array:
+        """Each row's product with the matrix of its expert: all experts in turn, of which each row takes one."""
+
         def product_of_expert(i: Array) -> Array:
             return product(a[None], lax.dynamic_index_in_dim(b, i, 0))[0]
 
@@ -374,7 +376,7 @@ class ExpertSums(MatrixSums):
         return jnp.where(self.inside, rows, jnp.zeros((), rows.dtype))[:, None]
 
     def right(self, rows: Array) -> Array:
-        """Of a column of the expert that a row belongs to."""
+        """The values of each expert's columns, (experts, n), for each row: (rows, n), of its own expert."""
         return rows[self.owner]
 
 
@@ -607,6 +609,7 @@ def _fits_dequantize_kernel(x: Array, w: CodedArray, dtype: Any) -> bool:
 
 
 def _multiply_by_kernel(x: Array, w: CodedArray, dtype: Any) -> Array:
+    """The product of x and a packed matrix, in the kernel that reads codes and scales of groups."""
     assert w.qarray is not None and w.qarray.spec.scaled is not None
     (count, columns), group_scale, own_scale = w.qarray.shape, group_scales(w.qarray), w.qarray.scale
     if not isinstance(own_scale, tuple) and own_scale.dtype == jnp.bfloat16 and own_scale.shape == group_scale.shape:

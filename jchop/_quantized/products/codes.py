@@ -281,11 +281,11 @@ class MatrixSums:
         return self.dot(a.astype(dtype), b.astype(dtype), dtype)
 
     def left(self, rows: Array) -> Array:
-        """Of a number for each row of the left operand that for each result, or a shape that broadcasts."""
+        """Numbers for rows of the left operand, (batch, m), as numbers for results, in a shape that broadcasts."""
         return rows[..., None]
 
     def right(self, rows: Array) -> Array:
-        """Of a number for each row of the right operand that for each result."""
+        """Numbers for rows of the right operand, (batch, n), as numbers for results, in a shape that broadcasts."""
         return rows[..., None, :]
 
     def left_sum(self, a: Array) -> Array:

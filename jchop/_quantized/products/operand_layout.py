@@ -226,7 +226,7 @@ class HadamardBlocks:
 
     @property
     def size(self) -> int:
-        """Its number of rows."""
+        """The number of rows of the matrix."""
         return self.blocks * self.block
 
     @property
@@ -315,6 +315,7 @@ class OperandLayout:
 
     @property
     def _order(self) -> tuple[int, ...]:
+        """The axes in the order of the layout."""
         return (*self.free, *self.contracting)
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:

@@ -59,11 +59,11 @@ class _Product:
 
     @cached_property
     def forward(self) -> OperandLayouts:
-        """Of x and w."""
+        """The layouts of x and w in the forward product."""
         return self.layouts("forward")
 
     def layouts(self, which: Which) -> OperandLayouts:
-        """Of the operands of one of the three products."""
+        """The layouts of the operands of one of the three products."""
         raise NotImplementedError
 
 
@@ -94,7 +94,7 @@ class DotProduct(_Product):
 
     @cached_property
     def forward(self) -> OperandLayouts:
-        """Of x and w."""
+        """The layouts of x and w in the forward product."""
         layouts = []
         for ndim, batch, contracting in zip(self.ndims, self.batch, self.contracting, strict=True):
             free = (axis for axis in range(ndim) if axis not in (*batch, *contracting))
@@ -102,7 +102,7 @@ class DotProduct(_Product):
         return OperandLayouts(*layouts)
 
     def layouts(self, which: Which) -> OperandLayouts:
-        """Of the operands of one of the three products."""
+        """The layouts of the operands of one of the three products."""
         b, rows, columns = len(self.batch[0]), self.forward.left.free, self.forward.right.free
         result = tuple(range(len(rows) + len(columns) - b))
         if which == "input":
@@ -275,7 +275,7 @@ class RaggedProduct(_Product):
 
     @staticmethod
     def of_rows() -> RaggedProduct:
-        """`jax.lax.ragged_dot`."""
+        """The product that `jax.lax.ragged_dot` computes."""
         numbers = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))  # type: ignore[arg-type]
         return RaggedProduct((("ragged_dot_dimension_numbers", numbers),))
 
@@ -290,7 +290,7 @@ class RaggedProduct(_Product):
         return dict(self.params).get("preferred_element_type")
 
     def layouts(self, which: Which) -> OperandLayouts:
-        """Of the operands of one of the three products; dw is summed over rows, of all groups as one."""
+        """The layouts of the operands of one of the three products; dw is summed over rows, of all groups as one."""
         if which == "weight":
             return OperandLayouts(OperandLayout((1,), (0,)), OperandLayout((1,), (0,)))
         right = OperandLayout((0, 2), (1,)) if which == "forward" else OperandLayout((0, 1), (2,))
@@ -307,7 +307,7 @@ class RaggedProduct(_Product):
     def emulate(
         self, which: Which, x: Array, w: Array, shapes: OperandShapes, spec: MatmulSpec, key: Array | None
     ) -> Array:
-        """Refused."""
+        """Raises: this product cannot be emulated."""
         raise NotImplementedError(f"matmul={str(spec)!r}: ragged_dot cannot be emulated; leave matmul out of its rule")
 
 
@@ -322,7 +322,7 @@ class OperandSwap(_Product):
         return self.product(w, x, *extra)
 
     def layouts(self, which: Which) -> OperandLayouts:
-        """Of the operands of one of the three products."""
+        """The layouts of the operands of one of the three products."""
         return OperandLayouts(*reversed(self.product.layouts(_SWAPPED[which])))
 
     def emulate(

@@ -141,6 +141,7 @@ def check_scale_from(source: Any, specs: Mapping[str, Spec | None]) -> None:
 
 
 def _spec_requirement(source: ScaleFrom, name: str, spec: Spec) -> str | None:
+    """What a spec would have to do for a source of scales, as the end of a sentence with must; None if it does."""
     if spec.gradient != Gradient():
         return "have no gradient of its own: it passes straight through"
     if spec.scaled is not None and spec.scaled.sparse is not None:

@@ -117,7 +117,7 @@ def round_in_range(x: Array, spec: Spec, span: Array, key: Array | None = None) 
 
 
 def round_in_range_with_codes(x: Array, spec: Spec, span: Array, key: Array | None = None) -> tuple[Array, CodedArray]:
-    """As `round_in_range`, and the codes of the numbers."""
+    """The result of `round_in_range`, and the codes of its numbers."""
     numbers = lax.stop_gradient(x)
     return round_in_range(x, spec, span, key), expand_codes(_quantize_in_range(spec, numbers, span, key), numbers)
 
@@ -159,6 +159,7 @@ def _round_lsq_fwd(spec: Spec, factor: float, x: Array, scale: Array, key: Array
 
 
 def _round_lsq_bwd(spec: Spec, factor: float, residuals: tuple, g: Array) -> tuple[Any, Array, None]:
+    """The cotangents of the numbers, straight through inside the range, and of the scales, summed over each group."""
     x, y, scale = residuals
     fmt = spec.scaled
     assert fmt is not None
@@ -212,6 +213,7 @@ class _BatchRangeObserver:
         self.ranges.append(self.find(jnp.where(jnp.isfinite(x), x, 0)))
 
     def range(self) -> Array | None:
+        """The range (2,) of all batches: the widest, or the mean; None without data."""
         if not self.ranges:
             return None
         ranges = jnp.stack(self.ranges)
@@ -239,6 +241,7 @@ class _EntropyObserver:
         self.most = max(self.most, float(finite.max(initial=0.0)))
 
     def range(self) -> Array | None:
+        """The range (2,) at which a histogram loses the least entropy; None without data."""
         if not self.histogram.counts.any():
             return None
         levels = self.levels[not self.least < 0 < self.most]
@@ -292,7 +295,7 @@ def _data_in_float64(x: Array, method: str) -> np.ndarray:
 
 @partial(always_jit, static_argnames="spec")
 def _least_error_range(x: Any, spec: Spec) -> Array:
-    """The share of the range of `x` under which rounding to nearest leaves the least square error."""
+    """The range (least, most) of `x` times the share that leaves the least square error, rounded to nearest: (2,)."""
     nearest = replace(spec, rounding=Rounding.NEAREST_EVEN) if spec.rounding.stochastic else spec
     span = _min_max_range(x).astype(jnp.float32)
 

@@ -158,6 +158,7 @@ def lora_layouts(plan: ProgramPlan, shapes: Sequence[tuple[int, ...]]) -> dict[i
 
 
 def _lora_layout(step: ProductStep, side: int, use: ParamUse, shape: tuple[int, ...]) -> MatrixLayout | str:
+    """A parameter as a matrix for an adapter at one use, or why it can have none."""
     where = use.where
     if use.kind != "product" or not isinstance(step.product, DotProduct):
         return f"{where} takes it, which is no product of matrices"
@@ -170,6 +171,6 @@ def _lora_layout(step: ProductStep, side: int, use: ParamUse, shape: tuple[int, 
     contracting = tuple(sorted(use.view.contracting, key=lambda part: (part.axis, -part.inner)))
     view = MatrixView(use.view.free, contracting)
     layout = MatrixLayout.of(shape, stack_ndim(shape, view), view, 0)
-    if layout is None or math.prod(layout.matrices) != math.prod(step.eqn.invars[side].aval.shape):
+    if layout is None or math.prod(layout.matrix_shape) != math.prod(step.eqn.invars[side].aval.shape):
         return f"{where} takes a part of an axis"
     return layout

@@ -68,7 +68,7 @@ class LazyParam:
         return 0 if self.adapter is None else self.adapter.stack
 
     def numbers(self, keys: Keys | None) -> Any:
-        """The rounded numbers."""
+        """The rounded numbers; as `RoundedAndFull` if products need full ones, codes, factors or an adapter, too."""
         key, placement, packed, factors = None, self.placement, self.value, None
         if self.factors_fit and not self.stack:  # stored numbers are used, and the product has the factors
             factors, packed = packed.input_factors.reshape(-1), packed.without_factors

@@ -113,7 +113,7 @@ class DeclaredCall:
 
 @dataclass(frozen=True, kw_only=True)
 class ProductStep(step.ProgramStep):
-    """One equation.
+    """One equation, and the parameters that reach it.
 
     Args:
         uses: of parameters, for each operand.
@@ -142,7 +142,7 @@ class ProductStep(step.ProgramStep):
 
     @property
     def where(self) -> str:
-        """Its primitive and line."""
+        """The primitive and the line of the equation, for errors."""
         return f"{self.name} at {self.source or 'an unknown line'}"
 
     @property
@@ -278,7 +278,7 @@ class ProvenancePlanner(Planner):
         )
 
     def _look_up(self, step: ProductStep) -> ProductStep:
-        """Of rows, an embedding; of whole matrices, experts' matrices; by the counter of a loop, one of its layers."""
+        """The step of a look-up by indexes: of rows (an embedding), of experts' matrices, or of a loop's layer."""
         eqn, fact = step.eqn, step.known[0]
         out = self._out(eqn, (fact, *(provenance.NO_PROVENANCE for _ in eqn.invars[1:])), 0)
         index_axes, sizes, uses = _LOOK_UP_AXES[step.name](step), eqn.params["slice_sizes"], []

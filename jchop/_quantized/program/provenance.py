@@ -95,7 +95,7 @@ FROM_KEYS = Provenance(from_keys=True)
 
 
 def param_provenance(leaf: int, shape: Sequence[int]) -> Provenance:
-    """A parameter itself."""
+    """The provenance of a parameter itself: every axis is one of its own."""
     axes = tuple((AxisFactor(axis, n),) if n != 1 else () for axis, n in enumerate(shape))
     return Provenance(origins=(ParamOrigin(leaf, axes),))
 
@@ -150,6 +150,7 @@ def move_origin(
 def _move_axes(
     name: str, params: dict[str, Any], axes: tuple[AxisFactors, ...], shape: tuple[int, ...], out: tuple[int, ...]
 ) -> tuple[AxisFactors, ...] | None:
+    """The factors of each axis of the result of a primitive that only moves numbers; None if they are lost."""
     if name in SAME_AXES_PRIMITIVES or (name in ELEMENTWISE_PRIMITIVES and shape == out):
         return axes
     if name in ADD_PRIMITIVES:
@@ -381,15 +382,15 @@ class MatrixLayout:
         return MatrixLayout(tuple(shape[stack:]), tuple(part.size for part in parts), first, along, rest)
 
     @property
-    def matrices(self) -> tuple[int, int, int]:
-        """The shape of the matrices."""
+    def matrix_shape(self) -> tuple[int, int, int]:
+        """The shape (batch, contracting, free) of the parameter as matrices."""
         parts = (self.batch, self.contracting, self.free)
         batch, contracting, free = (math.prod(self.sizes[i] for i in some) for some in parts)
         return batch, contracting, free
 
     def lay(self, x: Array) -> Array:
-        """A parameter as matrices; or an array of its shape, or with its numbers in their order."""
-        return x.reshape(self.sizes).transpose(*self._order).reshape(self.matrices)
+        """A parameter, or an array with as many numbers in the same order, as matrices of `matrix_shape`."""
+        return x.reshape(self.sizes).transpose(*self._order).reshape(self.matrix_shape)
 
     def back(self, matrices: Array) -> Array:
         """The inverse of `lay`."""
@@ -400,10 +401,11 @@ class MatrixLayout:
         """An array in the shape of the parameter, the same along the axes summed over, as (batch, free)."""
         parts = x.reshape(self.sizes).transpose(*self.batch, *self.free, *self.contracting)
         first = parts[(..., *(0,) * len(self.contracting))]
-        return first.reshape(self.matrices[0], self.matrices[2])
+        return first.reshape(self.matrix_shape[0], self.matrix_shape[2])
 
     @property
     def _order(self) -> tuple[int, ...]:
+        """The parts of axes in the order of the matrices."""
         return (*self.batch, *self.contracting, *self.free)
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +56,13 @@ from jchop._quantized.program.weight_layout import (
 from jchop._spec.spec import Spec
 
 
+class RoundedParam(NamedTuple):
+    """A parameter that its rule rounds: how it is rounded and stored, and its use that decides so."""
+
+    layout: WeightLayout
+    use: ParamUse
+
+
 @dataclass(frozen=True, kw_only=True)
 class QuantizedProgram:
     """A function traced for some arguments, and the effects of its rules on parameters and products.
@@ -69,7 +76,7 @@ class QuantizedProgram:
         uses: the uses of each parameter, by its number; parameters that nothing takes are absent.
         rule_indexes: which of the rules applies to each parameter; None for none.
         products: the products in the order of the program, each with its rule.
-        placements: how a parameter is rounded and by which use, by its number; parameters that stay are absent.
+        rounded_params: the parameters that are rounded, by number.
         runner: the roundings of the products, by their steps.
         slots: the activations with scales from elsewhere than their data, by the steps of their products.
         entries_of_scan: the entries of the kept scales of a loop's body, by its step.
@@ -83,7 +90,7 @@ class QuantizedProgram:
     uses: Mapping[int, Sequence[ParamUse]]
     rule_indexes: tuple[int | None, ...]
     products: tuple[tuple[ProductStep, Rule | None], ...]
-    placements: Mapping[int, tuple[WeightLayout, ParamUse]] = field(default_factory=dict)
+    rounded_params: Mapping[int, RoundedParam] = field(default_factory=dict)
     runner: QuantizedRunner = field(default_factory=lambda: QuantizedRunner({}))
     slots: dict[int, ScaleSlot] = field(default_factory=dict)
     entries_of_scan: dict[int, tuple[str, ...]] = field(default_factory=dict)
@@ -111,7 +118,7 @@ class QuantizedProgram:
     @property
     def rounds(self) -> bool:
         """Whether a call rounds anything."""
-        return bool(self.placements or self.runner.roundings)
+        return bool(self.rounded_params or self.runner.roundings)
 
     @cached_property
     def adaptable(self) -> dict[int, MatrixLayout | str]:
@@ -129,7 +136,7 @@ class QuantizedProgram:
         """How a run takes each parameter that is rounded, without its numbers."""
         params, found = {}, ((step, self.runner.roundings.get(id(step))) for step, _ in self.products)
         coded_leaves = {use.leaf for step, how in found if how and how.codes for use in step.param_uses}
-        for leaf, (placement, use) in self.placements.items():
+        for leaf, (layout, use) in self.rounded_params.items():
             rule = self.rule_of(leaf)
             by_codes = use.kind == "product" and (rule.product == "codes" or leaf in coded_leaves)
             roundings = ProductRoundings(
@@ -138,7 +145,7 @@ class QuantizedProgram:
             )  # fmt: skip
             keeps_full = rule.weight is not None and roundings.rounds_weight_again
             barrier = any(other.kind == "other" or not other.is_intact for other in self.uses[leaf])
-            params[leaf] = LazyParam(None, placement, leaf, keeps_full, by_codes, barrier=barrier)
+            params[leaf] = LazyParam(None, layout, leaf, keeps_full, by_codes, barrier=barrier)
         return params
 
     @cached_property
@@ -146,12 +153,12 @@ class QuantizedProgram:
         """The parameters whose scales are kept: the name of the entry, the rounding, the source."""
         states = {}
         names: dict[str, int] = {}
-        for leaf, (placement, use) in self.placements.items():
+        for leaf, (layout, use) in self.rounded_params.items():
             source = self.rule_of(leaf).scale_from
             if source is not None and "weight" in source.fields and use.kind != "sum":
                 name = f"{self.paths[leaf] or 'params'}_weight_{STATE_KINDS[type(source)]}"
                 count = names[name] = names.get(name, -1) + 1  # {"a": {"b": w}, "a/b": v} has one path twice
-                states[leaf] = f"{name}_{count}" if count else name, placement, source
+                states[leaf] = f"{name}_{count}" if count else name, layout, source
         return states
 
     def report(self, platform: str | None = None) -> report.ProgramReport:
@@ -168,16 +175,16 @@ class QuantizedProgram:
         )
 
     def _parameter_row(self, leaf: int) -> report.ParameterRow:
-        number, use, placement = self.rule_indexes[leaf], self.main_use(leaf), self.placements.get(leaf)
+        number, use, rounded = self.rule_indexes[leaf], self.main_use(leaf), self.rounded_params.get(leaf)
         return report.ParameterRow(
             self.paths[leaf],
             self.shapes[leaf],
             "" if number is None else str(self.rules[number]),
             "" if use is None else use.primitive,
             "" if use is None else use.kind,
-            "" if placement is None else str(placement[0].spec),
+            "" if rounded is None else str(rounded.layout.spec),
             "" if use is None else use.source,
-            "" if number is None or placement is not None else self.exemption(leaf),
+            "" if number is None or rounded is not None else self.exemption(leaf),
         )
 
     def _product_row(self, step: ProductStep, rule: Rule | None, platform: str | None) -> report.ProductRow:
@@ -276,12 +283,12 @@ def plan_quantized_program(
         plan=plan, tree=jax.tree.structure(out), rules=rules, paths=call.paths, shapes=shapes, uses=uses,
         rule_indexes=tuple(numbers), products=tuple(_products_with_rules(plan, rules, numbers, classes)),
     )  # fmt: skip
-    program = replace(program, placements=_weight_layouts(program))
+    program = replace(program, rounded_params=_rounded_params(program))
     if whole:
         _check_rules_match(program, elsewhere)
     roundings, refusals = {}, {}
     for step, rule in program.products:
-        how = None if rule is None else _roundings_of_product(step, rule, program.placements)
+        how = None if rule is None else _roundings_of_product(step, rule, program.rounded_params)
         how = with_weight_rotation(program, step, how)
         if rule is None or how is None:
             continue
@@ -334,9 +341,14 @@ def _products_with_rules(
             yield step, None if number is None else rules[number]
 
 
-def _weight_layouts(program: QuantizedProgram) -> dict[int, tuple[WeightLayout, ParamUse]]:
+def _rounded_params(program: QuantizedProgram) -> dict[int, RoundedParam]:
+    """The parameters that rules round, by number: each in the layout of its main use.
+
+    Raises:
+        ValueError: for a format that does not fit the parameter.
+    """
     results = {o.leaf for fact in program.plan.out if fact is not None for o in fact.origins}
-    layouts = {}
+    params = {}
     for leaf, number in enumerate(program.rule_indexes):
         use, path, shape = program.main_use(leaf), program.paths[leaf], program.shapes[leaf]
         if number is None or use is None:
@@ -347,15 +359,15 @@ def _weight_layouts(program: QuantizedProgram) -> dict[int, tuple[WeightLayout, 
             continue
         try:
             stack = stack_ndim(shape, MatrixView(use.axes, ())) if use.kind == "sum" else 0
-            placement = weight_layout_of(shape[stack:], use.view, spec)
+            layout = weight_layout_of(shape[stack:], use.view, spec)
         except ValueError as error:
             field = "bias" if use.kind == "sum" else "weight"
             raise ValueError(
                 f"{field}={str(spec)!r} of the parameter {path!r}, of shape {shape}, in {use.where}, by {rule}: {error}"
             ) from None
         rotation = weight_rotation_of(rule, path, shape, program.uses[leaf], leaf in results)
-        layouts[leaf] = placement if rotation is None else replace(placement, rotation=rotation), use
-    return layouts
+        params[leaf] = RoundedParam(layout if rotation is None else replace(layout, rotation=rotation), use)
+    return params
 
 
 def _scope_class(scope: str, classes: Mapping[str, str]) -> str:
@@ -365,7 +377,7 @@ def _scope_class(scope: str, classes: Mapping[str, str]) -> str:
     return classes.get(scope, "") if scope else ""
 
 
-def _roundings_of_product(step: ProductStep, rule: Rule, placements: Mapping[int, Any]) -> ProductRoundings | None:
+def _roundings_of_product(step: ProductStep, rule: Rule, rounded_params: Collection[int]) -> ProductRoundings | None:
     """How the operands of a product are rounded; None if nothing is."""
     if step.call is not None:
         return _roundings_of_call(step, step.call.layouts, rule)
@@ -376,7 +388,7 @@ def _roundings_of_product(step: ProductStep, rule: Rule, placements: Mapping[int
     weight = weights[0] if weights else -1
     place = Location(step.name, step.scope or step.source, rule)
     right = _weight_spec(rule) if weights else rule.activation
-    if weights and not any(use.leaf in placements for use in step.uses[weight]):
+    if weights and not any(use.leaf in rounded_params for use in step.uses[weight]):
         right = None  # no weight of its is rounded
     codes = multiplies_codes(rule) and (rule.activation is not None or right is not None)
     roundings = ProductRoundings(
@@ -416,13 +428,13 @@ def _params_without_blocks(program: QuantizedProgram, step: ProductStep, rule: R
     """The parameters whose groups are not blocks along the sum of this product, so that codes are refused; and why."""
     for use in step.param_uses:
         path, shape = program.paths[use.leaf], program.shapes[use.leaf]
-        placement_and_use = program.placements.get(use.leaf)
-        if placement_and_use is None or use.view is None or rule.weight is None:
+        rounded = program.rounded_params.get(use.leaf)
+        if rounded is None or use.view is None or rule.weight is None:
             continue
         block = block_along_sum(rule.weight, len(use.view.free) + 1)
         what = f"product='codes': the groups of the parameter {path!r}"
-        if weight_layout_of(shape, use.view, rule.weight) != replace(placement_and_use[0], rotation=None):
-            first = placement_and_use[1]
+        if weight_layout_of(shape, use.view, rule.weight) != replace(rounded.layout, rotation=None):
+            first = rounded.use
             alike = first.view is not None and stack_ndim(shape, first.view) == stack_ndim(shape, use.view)
             why = (
                 f"{what} follow its first product, which sums over {_sum_axes_text(first)}, and are not blocks along "
@@ -478,7 +490,7 @@ def _check_rules_match(program: QuantizedProgram, elsewhere: Collection[int]) ->
 def _check_rules_effect(program: QuantizedProgram, sources: set[Any]) -> None:
     """Refuse fields of rules that round nothing; `sources` are the sources of the scales of activations."""
     for number, rule in enumerate(program.rules):
-        own = (use for leaf, (_, use) in program.placements.items() if program.rule_indexes[leaf] == number)
+        own = (use for leaf, (_, use) in program.rounded_params.items() if program.rule_indexes[leaf] == number)
         used = {"bias" if use.kind == "sum" else "weight" for use in own}
         if any(its is rule and not _multiplies_params_alone(step) for step, its in program.products):
             used |= {"activation", "gradient", "input_gradient", "weight_gradient", "matmul", "rotation"}
@@ -503,7 +515,7 @@ def check_weight_rules(programs: Sequence[QuantizedProgram]) -> None:
     first = programs[0]
     why = "A parameter is not followed if it is combined with data, such as arguments and state that is no parameter"
     for number, rule in enumerate(first.rules):
-        own = (use for one in programs for leaf, (_, use) in one.placements.items() if one.rule_indexes[leaf] == number)
+        own = (p.use for one in programs for i, p in one.rounded_params.items() if one.rule_indexes[i] == number)
         if rule.weight is not None and all(use.kind == "sum" for use in own):
             raise ValueError(
                 f"{rule}: weight rounds no parameter of the methods that have example arguments: "
@@ -521,9 +533,10 @@ def _reach_text(program: QuantizedProgram, number: int, hint: str) -> str:
 
 
 def _reach_of_rule(program: QuantizedProgram, number: int) -> str:
+    """The text of an error: where the first parameter of a rule goes that is not rounded."""
     rule, numbers, paths = program.rules[number], program.rule_indexes, program.paths
     main_uses = {leaf: program.main_use(leaf) for leaf, n in enumerate(numbers) if n == number}
-    exempt = [(leaf, use) for leaf, use in main_uses.items() if leaf not in program.placements and use is not None]
+    exempt = [(leaf, use) for leaf, use in main_uses.items() if leaf not in program.rounded_params and use is not None]
     weights = [(leaf, use) for leaf, use in exempt if use.is_opaque and rule.weight is not None]
     for leaf, use in weights or exempt:
         others = [repr(paths[other]) for other, it in weights if other != leaf and replace(it, leaf=leaf) == use]

@@ -78,6 +78,7 @@ def operand_types_on(platform: str, rule: Rule, carrier: str, has_weight: bool, 
 
 
 def _operand_kind(spec: Spec | None) -> str:
+    """The type with which an operand under a spec reaches units: int8, float8, or a wide float."""
     if spec is None:
         return "wide"
     fmt = spec.element

@@ -40,7 +40,7 @@ _ADAPTER_MOVES = _ADAPTER_CASTS | {"transpose", "reshape", "squeeze", "expand_di
 
 
 class QuantizedRunner(Runner):
-    """Products under rules.
+    """Runs a program with the products under rules.
 
     Args:
         roundings: of each product that rounds more than its weights, by the identity of its step.
@@ -90,7 +90,7 @@ class QuantizedRunner(Runner):
         return self._busy[id(step)]
 
     def run(self, part: ProductStep, seeds: Keys | None, args: list[Any]) -> list[Any]:
-        """One equation."""
+        """The results of an equation; operands of products are rounded, and moves keep a parameter's codes."""
         if part.moves and any(isinstance(x, RoundedAndFull) for x in args):
             return self._move_param(part, args)
         if part.call is not None:
@@ -169,6 +169,7 @@ class QuantizedRunner(Runner):
         return bind(step.eqn.primitive, step.eqn.params, *args)
 
     def _product(self, step: ProductStep, seeds: Keys | None, args: list[Any]) -> Array:
+        """A product of rounded operands, in codes if its rule and its weight have them."""
         roundings = self.roundings[id(step)]
         weight = roundings.weight
         assert step.product is not None
@@ -201,7 +202,7 @@ class _InlineRunner(Runner):
         self.prepare, self.run, self.control = runner.prepare, runner.run, runner.control
 
     def finish(self, value: Any, seeds: Keys | None) -> Any:
-        """A result."""
+        """A result of the program; a parameter that has only moved is rounded now."""
         return value.numbers(seeds) if isinstance(value, LazyParam) else value
 
 
@@ -401,6 +402,7 @@ class ScaleStateRunner(QuantizedRunner):
             self.entries, self.updates = outer
 
     def _take(self, updates: Mapping[str, Array]) -> None:
+        """Keeps updated entries of scales; in a run that updates, later layers read them."""
         self.updates.update(updates)
         if self.mode == "update":
             self.entries.update(updates)

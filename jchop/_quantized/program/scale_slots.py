@@ -119,7 +119,7 @@ class ScaleSlot:
 
     @property
     def follows(self) -> bool:
-        """Whether calls on data update it."""
+        """Whether calls on data update the entry."""
         return isinstance(self.source, MovingAverage | DelayedScaling)
 
     def start(self) -> Array:

@@ -137,7 +137,7 @@ def weight_layout_of(shape: tuple[int, ...], view: provenance.MatrixView | None,
     number = {(part.axis, part.inner): i for i, (_, part) in enumerate(entries)}
 
     def numbers(parts: provenance.AxisFactors) -> list[int]:
-        """Of the parts; a part of an axis that is not taken apart stands for all of it."""
+        """The indexes, in `entries`, of parts of axes; a part that is no entry stands for all entries of its axis."""
         every: dict[provenance.AxisFactor, None] = {}
         for part in parts:
             own = factors[part.axis]
@@ -399,15 +399,15 @@ def with_weight_rotation(
     """The roundings of a product whose weight may be stored rotated.
 
     Args:
-        program: the `QuantizedProgram`, with its placements.
+        program: the `QuantizedProgram`, with its rounded parameters.
         step: the product.
         roundings: its roundings; None if nothing is rounded.
 
     Raises:
         ValueError: if the product does not rotate its inputs as its weight is.
     """
-    placements, uses = program.placements, step.param_uses
-    rotations = {use.leaf: placements[use.leaf][0].rotation if use.leaf in placements else None for use in uses}
+    params, uses = program.rounded_params, step.param_uses
+    rotations = {use.leaf: params[use.leaf].layout.rotation if use.leaf in params else None for use in uses}
     if roundings is not None and (rotation := roundings.forward_rotation) is not None and step.product is not None:
         width = _sum_length(step)
         if rotation.size == "all" and width % 2:

@@ -123,6 +123,7 @@ class NpyFile(RegularFile):
         self.fill(part.reshape(-1).view(np.uint8).data, self._begin + first * part.itemsize, "its elements")
 
     def _convert(self, part: np.ndarray) -> np.ndarray:
+        """A part of the file in the dtype that the reader wants, if that changes no value."""
         if self.dtype == self.file_dtype.newbyteorder("="):
             return part.astype(self.dtype, copy=False)
         if part.dtype.kind in "biuf":

@@ -28,18 +28,8 @@ import ml_dtypes
 import numpy as np
 from jax import Array
 
+from jchop._common import files
 from jchop._common.checks import check, first_names, place_in_errors
-from jchop._common.files import (
-    MOST_ENTRIES,
-    RegularFile,
-    atomic_file,
-    json_object,
-    open_regular_file,
-    part_path,
-    short_text,
-    string_object,
-    write_atomically,
-)
 
 #: The dtypes of the format by name.
 DTYPES: dict[str, np.dtype] = {
@@ -101,7 +91,7 @@ class TensorEntry:
         return _SAFETENSORS_NAMES[self.dtype]
 
 
-class TensorFile(RegularFile):
+class TensorFile(files.RegularFile):
     """A safetensors file open for reading: it reads the header at once, the bytes of each tensor on request.
 
     A file is refused if the reference implementation refuses it, and if it has a duplicate key. The whole header is
@@ -145,10 +135,17 @@ class TensorFile(RegularFile):
         check(length <= _MOST_HEADER_BYTES, f"{wrong}: its header would take {length} bytes, and {most}")
         self._data, size = 8 + length, size - length
         with place_in_errors(f"{wrong} that jchop reads: bad header"):
-            fields = json_object(self._file.read(length).decode("utf-8"))
-            self.metadata = string_object(fields.pop(_METADATA_KEY, None), _METADATA_KEY)
-            self.entries = {name: _read_entry(f"tensor {short_text(name)}", fields[name], size) for name in fields}
-            _check_tensor_places(self.entries, size)
+            fields = files.json_object(self._file.read(length).decode("utf-8"))
+            self.metadata = files.string_object(fields.pop(_METADATA_KEY, None), _METADATA_KEY)
+            self.entries = {
+                name: _read_entry(f"tensor {files.short_text(name)}", fields[name], size) for name in fields
+            }
+            at = 0
+            for name, entry in sorted(self.entries.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+                begins = f"tensor {files.short_text(name)} begins at byte {entry.start} of the data"
+                check(entry.start == at, f"{begins}, and must at {at}")
+                at += entry.nbytes
+            check(at == size, f"the tensors fill {at} bytes, and the file has {size}")
 
 
 def _read_entry(what: str, fields: Any, size: int) -> TensorEntry:
@@ -157,32 +154,22 @@ def _read_entry(what: str, fields: Any, size: int) -> TensorEntry:
         raise ValueError(f"{what} must be an object with dtype, shape and data_offsets")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"{what}: dtype {short_text(dtype)} is not known; read are {', '.join(DTYPES)}")
+        raise ValueError(f"{what}: dtype {files.short_text(dtype)} is not known; read are {', '.join(DTYPES)}")
     if not are_counts(shape) or len(shape) > _MOST_SAFETENSORS_AXES or math.prod(n or 1 for n in shape) >> 58:
         requirement = f"a list of integers >= 0, at most {_MOST_SAFETENSORS_AXES} and of a product below 2^58"
-        raise ValueError(f"{what}: shape {short_text(shape)} must be {requirement}")
+        raise ValueError(f"{what}: shape {files.short_text(shape)} must be {requirement}")
     if not are_counts(offsets) or len(offsets) != 2:
-        raise ValueError(f"{what}: data_offsets {short_text(offsets)} do not fit: they are not two integers")
+        raise ValueError(f"{what}: data_offsets {files.short_text(offsets)} do not fit: they are not two integers")
     entry = TensorEntry(DTYPES[dtype], tuple(shape), offsets[0])
     whole = math.prod(shape) * entry.bits % 8 == 0
     if offsets[1] - offsets[0] != entry.nbytes or offsets[1] > size or not whole:
-        raise ValueError(f"{what}: data_offsets {offsets} do not fit shape {short_text(shape)} and the file")
+        raise ValueError(f"{what}: data_offsets {offsets} do not fit shape {files.short_text(shape)} and the file")
     return entry
 
 
 def are_counts(numbers: Any) -> bool:
     """Whether `numbers` is a list of integers >= 0, without booleans."""
     return isinstance(numbers, list) and all(type(n) is int and n >= 0 for n in numbers)
-
-
-def _check_tensor_places(entries: Mapping[str, TensorEntry], size: int) -> None:
-    """Checks that the tensors fill the data, without gaps and overlaps, like the reference implementation."""
-    at = 0
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes)):
-        if entry.start != at:
-            raise ValueError(f"tensor {short_text(name)} begins at byte {entry.start} of the data, and must at {at}")
-        at += entry.nbytes
-    check(at == size, f"the tensors fill {at} bytes, and the file has {size}")
 
 
 def place_tensors(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
@@ -207,11 +194,9 @@ def header_of(entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -
         fields[name] = {"dtype": entry.dtype_name, "shape": list(entry.shape), "data_offsets": offsets}
     header = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     header += b" " * (-len(header) % 8)
-    if len(header) > _MOST_HEADER_BYTES or max(len(entries), len(metadata)) > MOST_ENTRIES:
-        raise ValueError(
-            f"{len(entries)} tensors and {len(metadata)} metadata make a header of {len(header)} bytes; a file has "
-            f"at most {MOST_ENTRIES} of each and a header of {_MOST_HEADER_BYTES}"
-        )
+    fits = len(header) <= _MOST_HEADER_BYTES and max(len(entries), len(metadata)) <= files.MOST_ENTRIES
+    made = f"{len(entries)} tensors and {len(metadata)} metadata make a header of {len(header)} bytes"
+    check(fits, f"{made}; a file has at most {files.MOST_ENTRIES} of each and a header of {_MOST_HEADER_BYTES}")
     return len(header).to_bytes(8, "little") + header
 
 
@@ -267,7 +252,7 @@ def write_tensors(
             writer.write(name, read(name))
         writer.finish()
 
-    write_atomically(path, write)
+    files.write_atomically(path, write)
 
 
 # -- a file or a folder with an index, and the configuration of the model beside them ----------------------------------
@@ -306,7 +291,7 @@ class ShardFiles(ExitStack):
             self.config: dict[str, Any] = {}
             if path.is_dir() and (config := path / CONFIG_FILE).exists():
                 with place_in_errors(f"{config} is not a configuration"):
-                    self.config = json_object(_read_text(config, _LONGEST_CONFIG))
+                    self.config = files.json_object(_read_text(config, _LONGEST_CONFIG))
             self.files = [self.enter_context(TensorFile(name)) for name in self._paths(path)]
             self.entries: dict[str, TensorEntry] = {}
             self._homes: dict[str, TensorFile] = {}
@@ -315,16 +300,15 @@ class ShardFiles(ExitStack):
                 for name, entry in file.entries.items():
                     if name in self._homes:
                         raise ValueError(
-                            f"{file.path}: tensor {short_text(name)} is in {self._homes[name].path.name}, too"
+                            f"{file.path}: tensor {files.short_text(name)} is in {self._homes[name].path.name}, too"
                         )
                     self._homes[name], self.entries[name] = file, entry
                 self.metadata |= file.metadata
+            remedy = "if it is tied to another, remove its line from the index"
             for name, home in self._index.items():
-                if name not in self._homes or self._homes[name].path.name != home:
-                    raise ValueError(
-                        f"{path / INDEX_FILE}: tensor {short_text(name)} is not in {short_text(home)}; "
-                        "if it is tied to another, remove its line from the index"
-                    )
+                there = name in self._homes and self._homes[name].path.name == home
+                place = f"tensor {files.short_text(name)} is not in {files.short_text(home)}"
+                check(there, f"{path / INDEX_FILE}: {place}; {remedy}")
         except BaseException:
             self.close()
             raise
@@ -370,10 +354,10 @@ def _files_without_index(folder: Path) -> list[Path]:
         raise _no_file(folder / INDEX_FILE, f"and not all of {int(count)} numbered files are there{first}")
     gguf = [name for name in names if name.lower().endswith(".gguf")]
     if models := tensors or gguf:
-        raise _no_model(folder, f"pass the path of one of its files: {first_names(models, short_text)}")
+        raise _no_model(folder, f"pass the path of one of its files: {first_names(models, files.short_text)}")
     others = [name for name in names if name.endswith((".bin", ".pt", ".pth"))][:1]
-    why = f"{short_text(others[0])} is a pickle of torch, which is not read: save it as safetensors" if others else ""
-    raise _no_model(folder, why)
+    torch = "is a pickle of torch, which is not read: save it as safetensors"
+    raise _no_model(folder, f"{files.short_text(others[0])} {torch}" if others else "")
 
 
 def _no_model(folder: Path, why: str) -> FileNotFoundError:
@@ -387,7 +371,7 @@ def _no_file(path: Path, why: str) -> FileNotFoundError:
 
 
 def _read_text(path: Path, most: int) -> str:
-    with open_regular_file(path) as file:
+    with files.open_regular_file(path) as file:
         data = file.read(most + 1)
     check(len(data) <= most, f"{path} is longer than {most} bytes")
     with place_in_errors(f"{path} is not text"):
@@ -397,11 +381,11 @@ def _read_text(path: Path, most: int) -> str:
 def _read_index(path: Path) -> dict[str, str]:
     text = _read_text(path, _LONGEST_INDEX)
     with place_in_errors(f"{path} is not an index"):
-        homes = string_object(json_object(text).get("weight_map"), "weight_map")
+        homes = files.string_object(files.json_object(text).get("weight_map"), "weight_map")
         check(homes, "it has no weight_map")
         for name in homes.values():
             if Path(name).name != name or "\\" in name or not name.endswith(".safetensors"):
-                raise ValueError(f"{short_text(name)} is no name of a safetensors file in the folder")
+                raise ValueError(f"{files.short_text(name)} is no name of a safetensors file in the folder")
     return homes
 
 
@@ -443,20 +427,14 @@ def read_to_devices(file: TensorFile, name: str, sharding: Any) -> Array:
         bounds = tuple(each.indices(n)[:2] for each, n in zip(index, entry.shape, strict=True))
         if bounds not in last_part:
             last_part.clear()  # devices with the same part are neighbours, mostly
-            last_part[bounds] = _read_part(file, name, bounds)
+            last_part[bounds] = np.empty([stop - start for start, stop in bounds], entry.dtype)
+            flat, at = last_part[bounds].reshape(-1), 0
+            for start, count in contiguous_runs(entry.shape, index):
+                flat[at : at + count] = file.read(name, start, count)
+                at += count
         return last_part[bounds]
 
     return jax.make_array_from_callback(entry.shape, sharding, part)
-
-
-def _read_part(file: TensorFile, name: str, bounds: Sequence[tuple[int, int]]) -> np.ndarray:
-    entry = file.entries[name]
-    result = np.empty([stop - start for start, stop in bounds], entry.dtype)
-    flat, at = result.reshape(-1), 0
-    for start, count in contiguous_runs(entry.shape, [slice(*each) for each in bounds]):
-        flat[at : at + count] = file.read(name, start, count)
-        at += count
-    return result
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -488,14 +466,14 @@ def write_together(
         def begin() -> IO[bytes] | None:
             if not first:
                 return None
-            file = stack.enter_context(atomic_file(path, token))
+            file = stack.enter_context(files.atomic_file(path, token))
             file.write(header)
             file.truncate(len(header) + sum(entry.nbytes for entry in entries.values()))
             file.flush()
             return file
 
         def write(file: IO[bytes] | None) -> None:
-            mine = file or stack.enter_context(part_path(path, token).open("r+b"))
+            mine = file or stack.enter_context(files.part_path(path, token).open("r+b"))
             for name, entry in entries.items():
                 _write_own_parts(mine, len(header) + entry.start, entry, tensors[name], first)
             mine.flush()

@@ -75,7 +75,6 @@ def backend(lib: str = "auto", verbose: int = 0) -> None:
     Raises:
         ValueError: for another library.
     """
-    del verbose
     check_choice("lib", lib, ("auto", "numpy", "jax", "torch"))
 
 

@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from jchop._common.checks import check, check_choice
@@ -47,13 +48,10 @@ def round_layer_outputs(model: nn.Module, chop: Any, data: Iterable | None, meth
         ranges = _output_ranges(model, data, _method_for_calibrate(chop, method, percentile), chop)
         if missing := [name for name, layer in layers.items() if layer not in ranges]:
             names = ", ".join(map(repr, missing))
-            warnings.warn(
-                f"the outputs of the layers {names} are not rounded: no batch of calibration_data gave their range",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+            why = "no batch of calibration_data gave their range"
+            warnings.warn(f"the outputs of the layers {names} are not rounded: {why}", RuntimeWarning, stacklevel=3)
     for layer, output_range in ranges.items():
-        layer.register_forward_hook(_output_hook(chop, output_range))
+        layer.register_forward_hook(partial(_round_in_range, chop, output_range))
 
 
 def _method_for_calibrate(chop: Any, method: str, percentile: float) -> str:
@@ -62,11 +60,8 @@ def _method_for_calibrate(chop: Any, method: str, percentile: float) -> str:
         return f"percentile({percentile})"
     if isinstance(chop, Chopi):
         return {"kl_divergence": "entropy"}.get(method, method)
-    if method == "kl_divergence":
-        kind = type(chop).__name__
-        raise ValueError(
-            f"calibration_method='kl_divergence' needs equally spaced levels, which {kind} does not have; use 'mse'"
-        )
+    needs = f"equally spaced levels, which {type(chop).__name__} does not have; use 'mse'"
+    check(method != "kl_divergence", f"calibration_method='kl_divergence' needs {needs}")
     return "minmax"  # values do not depend on the range, so the whole range has the least error
 
 
@@ -83,11 +78,8 @@ def _leaf_layers(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _output_hook(chop: Any, output_range: list[float] | None) -> Any:
-    def round_numbers(x: torch.Tensor) -> torch.Tensor:
-        return chop(x if output_range is None else x.clamp(*output_range))
-
-    return lambda module, args, output: round_first(round_numbers, output)
+def _round_in_range(chop: Any, output_range: list[float] | None, module: nn.Module, args: Any, output: Any) -> Any:
+    return round_first(lambda x: chop(x if output_range is None else x.clamp(*output_range)), output)
 
 
 class _OutputObserver:
@@ -115,7 +107,6 @@ def _output_ranges(model: nn.Module, data: Iterable[Any], method: str, chop: Any
     observers: dict[nn.Module, _OutputObserver] = {}
 
     def observe(module: nn.Module, _args: Any, output: Any) -> None:
-        del _args
         while isinstance(output, tuple) and output:  # sequences of several lengths begin with their data, too
             output = output[0]
         if isinstance(output, torch.Tensor) and output.is_floating_point() and output.numel():

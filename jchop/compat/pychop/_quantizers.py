@@ -56,7 +56,6 @@ class PychopQuantizer:
 
     def spec_for(self, dtype: str) -> Spec:
         """The spec of numbers of a dtype."""
-        del dtype
         return self.spec
 
     def __call__(self, x: Any, *, key: jax.Array | None = None) -> Any:
@@ -123,7 +122,6 @@ class PychopQuantizer:
 
     def _needs_float64(self, dtype: str) -> bool:
         """Whether numbers of a dtype that JAX does not have are rounded in float64."""
-        del dtype
         return False
 
 
@@ -170,7 +168,6 @@ class Chop(PychopQuantizer):
         random_state: int = 42,
         verbose: int = 0,
     ) -> None:
-        del chunk_size
         self.exp_bits, self.sig_bits = int_if_whole(exp_bits), int_if_whole(sig_bits)
         self.subnormal = check_bool("subnormal", bool(subnormal))
         self.rmode = _rmode_number(rmode, 10)

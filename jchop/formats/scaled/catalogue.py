@@ -10,9 +10,8 @@ from typing import Any
 
 from jchop.formats import _catalogue
 from jchop.formats._base import ElementFormat
+from jchop.formats._binary import FixedFormat, FloatFormat, IntegerFormat
 from jchop.formats._codebook import CodebookFormat, dynamic_levels, nf4_levels, normal_levels, softsign_levels
-from jchop.formats._fixed import FixedFormat, IntegerFormat
-from jchop.formats._float import FloatFormat
 from jchop.formats.scaled.scaled import ScaledFormat, add_to_catalogue
 
 

@@ -19,9 +19,8 @@ import numpy as np
 
 from jchop._common.checks import quote
 from jchop.formats._base import ElementFormat, exact_number, floor_log2
+from jchop.formats._binary import FloatFormat, UniformFormat
 from jchop.formats._codebook import CodebookFormat
-from jchop.formats._fixed import UniformFormat
-from jchop.formats._float import FloatFormat
 
 
 def _next_power_ratio(element: ElementFormat) -> float:

@@ -18,10 +18,9 @@ import numpy as np
 from jchop._common.checks import check, check_bool, check_instance, check_int, check_text, quote
 from jchop.formats import _element_text
 from jchop.formats._base import ElementFormat, format_html
+from jchop.formats._binary import FloatFormat, IntegerFormat
 from jchop.formats._catalogue import binary32, float8_e8m0fnu
 from jchop.formats._codebook import CodebookFormat
-from jchop.formats._fixed import IntegerFormat
-from jchop.formats._float import FloatFormat
 from jchop.formats._tapered import TaperedFormat
 from jchop.formats.scaled.scale_rules import ScaleRule, as_scale_rule_name, scale_rule_of
 

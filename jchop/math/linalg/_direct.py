@@ -21,7 +21,8 @@ from jchop._common.settings import always_jit, split_prng_key
 from jchop._core.matmul.operations import check_operation, spec_draws, widen_operand
 from jchop._core.rounding.grid import require_carrier
 from jchop._core.rounding.random_bits import seed_words
-from jchop._emulate.rules import linalg
+from jchop._emulate.rules import accumulate
+from jchop._emulate.rules.accumulate import SpecArithmetic, factor_cholesky, solve_with_factors, substitute_triangular
 from jchop._round.arguments import Key, as_array, as_operands, carrier_of_dtype, rounding_key, run_on_operands
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Gradient, Spec, SpecLike, as_spec
@@ -113,7 +114,7 @@ def _evaluate_system(
 
     def call(operands: list[Array], keys: list[Array | None]) -> Any:
         arithmetics = (
-            linalg.SpecArithmetic(spec, None if k is None or not spec_draws(spec) else seed_words(k), operands[0].dtype)
+            SpecArithmetic(spec, None if k is None or not spec_draws(spec) else seed_words(k), operands[0].dtype)
             for spec, k in zip(specs, keys, strict=True)
         )
         return function(*arithmetics, *operands)
@@ -186,7 +187,7 @@ def solve_triangular(
     check_bool("unit_diagonal", unit_diagonal)
     a, b = as_array("a", a), as_array("b", b)
     core_ndims = (2, right_side_axes(b, matrix_order(a)))
-    substitute = StaticPartial(linalg.substitute_triangular, (), (("lower", lower), ("unit", unit_diagonal)))
+    substitute = StaticPartial(substitute_triangular, (), (("lower", lower), ("unit", unit_diagonal)))
     return evaluate_systems(substitute, "ab", (a, b), core_ndims, {"spec": spec}, key)
 
 
@@ -218,8 +219,8 @@ def lu(a: Any, spec: SpecLike, key: Key = None) -> Any:
     return evaluate_systems(_lu_factors, "a", (a,), (2,), {"spec": spec}, key)
 
 
-def _lu_factors(arithmetic: linalg.SpecArithmetic, a: Array) -> tuple[Array, Array]:
-    return linalg.factor_lu(arithmetic, a)[:2]
+def _lu_factors(arithmetic: SpecArithmetic, a: Array) -> tuple[Array, Array]:
+    return accumulate.factor_lu(arithmetic, a)[:2]
 
 
 def lu_solve(factors: tuple[Any, Any], b: Any, spec: SpecLike, key: Key = None) -> Any:
@@ -252,7 +253,7 @@ def lu_solve(factors: tuple[Any, Any], b: Any, spec: SpecLike, key: Key = None) 
     core_ndims = (2, right_side_axes(b, n))
     check_permutation(p, n, "factors[1]")
     operands = (lu_matrix, _in_pivot_order(b, p))
-    return evaluate_systems(linalg.solve_with_factors, ("factors[0]", "b"), operands, core_ndims, {"spec": spec}, key)
+    return evaluate_systems(solve_with_factors, ("factors[0]", "b"), operands, core_ndims, {"spec": spec}, key)
 
 
 def _in_pivot_order(b: Any, p: Any) -> Any:
@@ -290,7 +291,7 @@ def cholesky(a: Any, spec: SpecLike, key: Key = None) -> Any:
     """
     a = as_array("a", a)
     matrix_order(a)
-    return evaluate_systems(linalg.factor_cholesky, "a", (a,), (2,), {"spec": spec}, key)
+    return evaluate_systems(factor_cholesky, "a", (a,), (2,), {"spec": spec}, key)
 
 
 def qr(a: Any, spec: SpecLike, key: Key = None) -> Any:
@@ -321,4 +322,4 @@ def qr(a: Any, spec: SpecLike, key: Key = None) -> Any:
     a = as_array("a", a)
     if a.ndim < 2 or a.shape[-2] < a.shape[-1]:
         raise ValueError(f"a has shape {tuple(a.shape)}; it must be (..., m, n) with m >= n")
-    return evaluate_systems(linalg.factor_qr, "a", (a,), (2,), {"spec": spec}, key)
+    return evaluate_systems(accumulate.factor_qr, "a", (a,), (2,), {"spec": spec}, key)

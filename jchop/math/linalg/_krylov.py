@@ -18,8 +18,8 @@ from jax.extend.core import Literal as JaxprLiteral
 from jchop._common.bit_ops import CARRIERS, enable_x64_for
 from jchop._common.checks import call_hint, check, check_choice, check_int
 from jchop._core.matmul.operations import operation_carrier
+from jchop._emulate.rules.accumulate import SpecArithmetic, factor_lu, solve_with_factors, substitute_triangular
 from jchop._emulate.rules.functions import carrier_frexp
-from jchop._emulate.rules.linalg import SpecArithmetic, factor_lu, solve_with_factors, substitute_triangular
 from jchop._round.arguments import Key, as_array, as_operands, has_tracer
 from jchop._spec.spec import SpecLike
 from jchop.math.linalg._direct import StaticPartial, evaluate_systems, matrix_order, right_side_axes
@@ -184,15 +184,16 @@ def _operator_map(operator: LinearOperator, constants: Sequence[Array]) -> _Line
 
 
 def _run_krylov(
-    method: Callable[..., Any],
+    solve: Any,
     operands: dict[str, Any],
     spec: SpecLike,
     key: Key,
     tol: Any,
     atol: Any,
-    maxiter: int | None,
-    restart: int | None = None,
+    maxiter: Any,
+    restart: Any = None,
 ) -> Any:
+    """Solves a x = b for each system by a Krylov method: checks operands and options, then runs the plan."""
     arguments = {name: value for name, value in operands.items() if value is not None}
     functions = {name: value for name, value in arguments.items() if name in ("a", "M") and callable(value)}
     names = [name for name in arguments if name not in functions]
@@ -213,7 +214,7 @@ def _run_krylov(
         operator, operator_constants = as_linear_operator(name, function, n, operation_carrier(b.dtype).name)
         operators.append((name, operator, len(constants) - 2, len(constants) - 2 + len(operator_constants)))
         constants += operator_constants
-    plan = _KrylovPlan(method, tuple(names), tuple(operators), iterations, cycle_length)
+    plan = _KrylovPlan(solve, tuple(names), tuple(operators), iterations, cycle_length)
     core_ndims = [2 if name in ("a", "M") else b_ndim for name in names]
     return evaluate_systems(plan, names, list(arrays.values()), core_ndims, {"spec": spec}, key, constants)
 
@@ -282,6 +283,7 @@ def cg(
 
 
 def _cg_of_system(system: _KrylovSystem, arithmetic: SpecArithmetic) -> tuple[Array, Array]:
+    """The solution and the history of r·r by preconditioned conjugate gradients, every operation rounded."""
     b, x0, preconditioner = system.b, system.x0, system.inverse
 
     def body(state: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -359,6 +361,7 @@ def gmres(
 
 
 def _gmres_of_system(system: _KrylovSystem, arithmetic: SpecArithmetic) -> tuple[Array, Array]:
+    """The solution and the history of residual norms by restarted GMRES, every operation rounded."""
     b, x0, restart = system.b, system.x0, system.restart
 
     def apply(ops: SpecArithmetic, v: Array) -> Array:
@@ -537,16 +540,10 @@ def _refinement_iterates(steps: int, inner: int | None, *arithmetics_and_operand
 
 
 def _column_iterates(
-    steps: int,
-    inner: int | None,
-    matrix: tuple[Array, Array, Array],
-    b: Array,
-    factor: SpecArithmetic,
-    working: SpecArithmetic,
-    residual: SpecArithmetic,
+    steps: int, inner: int | None, matrix: tuple[Array, Array, Array], b: Array, *arithmetics: SpecArithmetic
 ) -> Array:
     """The iterates of one right-hand side, with the matrix, its factors and its rows in pivot order."""
-    a, lu_matrix, p = matrix
+    (a, lu_matrix, p), (factor, working, residual) = matrix, arithmetics
 
     def from_factors(ops: SpecArithmetic, r: Array) -> Array:
         """(l u)⁻¹ r by the given factors, with `r` of any size."""

@@ -33,27 +33,27 @@ class AdaptableLinen(AdaptableModel):
 
     @property
     def adapted(self) -> dict[str, AdaptedParam]:
-        """As of `AdaptableModel`."""
+        """The parameters that have adapters, by path, without boxes of metadata."""
         leaves = flat_params(linen_params_with_adapters(self.model)).items()
         return {path: value for path, leaf in leaves if isinstance(value := nn.meta.unbox(leaf), AdaptedParam)}
 
     def programs(self, inputs: ExampleInputs) -> Iterable[tuple[Any, CallArguments]]:
-        """As of `AdaptableModel`."""
+        """The program of each method that has example inputs, with its call."""
         words = "a result of jchop.nn.quantize; of a module without rules, jchop.nn.quantize(module, jchop.Rule())"
         low = check_instance("fun", self.fun, Quantized, words)
         methods = method_inputs(inputs, type(low.module)).items()
         return [low.traced(self.model, args, None, {**kwargs, "method": name}) for name, (args, kwargs) in methods]
 
     def names(self, path: str) -> tuple[str, ...]:
-        """As of `AdaptableModel`; the kernel of the module itself belongs to a layer without a name."""
+        """The names that a parameter has in files; the kernel of the module itself is of a layer without a name."""
         return ("",) if path == "kernel" else super().names(path)
 
     def originals(self, original: Any) -> Any:
-        """As of `AdaptableModel`, of variables."""
+        """The parameters of variables that were not packed, by path, each with None: it has its target's layout."""
         return super().originals(dict(original)["params"])
 
     def put(self, leaves: Iterable[tuple[str, Any]], unpacked: Sequence[str] = ()) -> Any:
-        """As of `AdaptableModel`."""
+        """The variables with other parameters at some paths; their adapters stand in a collection of their own."""
         variables, params = dict(self.model), flat_params(self.model["params"])
         adapters = lora_adapters(variables)
         for path, leaf in leaves:

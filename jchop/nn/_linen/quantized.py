@@ -71,7 +71,7 @@ class ModuleCall(NamedTuple):
     shapes: Mapping[str, tuple[int, ...]]
 
     def rule_number(self, path: LinenPath, rules: Sequence[Rule]) -> int | None:
-        """The index of the first rule that matches it."""
+        """The index of the first rule that matches the module; None if none does."""
         return rule_index("/".join(path), rules, self.cls.__name__, _OPERATIONS.get(self.cls, ""))
 
     @property
@@ -182,6 +182,7 @@ class LayerRoundings:
     results: bool = True
 
     def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+        """The result of a layer's call, with the input of a norm, the cache of attention and the result rounded."""
         layer = context.module
         owner = ModuleCall(type(layer), {})
         number = owner.rule_number(layer.path, self.rules)

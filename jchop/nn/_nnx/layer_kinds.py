@@ -40,7 +40,7 @@ PRODUCT_RULE_FIELDS = ("gradient", "input_gradient", "weight_gradient", "matmul"
 
 @dataclass(frozen=True)
 class NnxKind:
-    """One layer of Flax, and the places in it.
+    """A class of layers of Flax: its parameters, and the places where its arrays are rounded and multiplied.
 
     Args:
         parameters: its parameters, each with the field of a rule that it is rounded by.
@@ -415,7 +415,7 @@ def pack_param(
 def codes_in_own_shape(
     codes: QArray, layout: OperandLayout, shape: tuple[int, ...], stack_ndim: int
 ) -> tuple[QArray, OperandLayout | None]:
-    """As `pack_param` returns it, of codes and scales in a layout."""
+    """Codes and scales in a layout as `pack_param` returns them: in the parameter's own shape if groups allow it."""
     # Layer by layer, so that the spec is for one layer: as an axis among others, the stack's axis would be named.
     own = map_over_stack(stack_ndim, lambda one: restore_param_axes(one, layout, shape), codes)
     return (codes, layout) if own is None else (own, None)
@@ -438,6 +438,7 @@ def check_param_axes(layer: Any, kind: NnxKind, place: Location) -> None:
 
 
 def _check_layer_rule(layer: Any, kind: NnxKind, rule: Rule, path: str, emulates: bool = False) -> None:
+    """Refuses a rule that a layer cannot follow: functions of its own, fields without effect, a packed parameter."""
     what = f"{type(layer).__name__} at {path!r}"
     if kind.slots and layer.promote_dtype is not dtypes.promote_dtype:
         raise ValueError(f"{what} has a promote_dtype of its own, in whose place the rounding would stand")
@@ -463,6 +464,7 @@ def _check_layer_rule(layer: Any, kind: NnxKind, rule: Rule, path: str, emulates
 
 
 def fork_rounding_stream(rule: Rule, rngs: nnx.Rngs | None, path: str) -> nnx.RngStream:
+    """A new stream of keys for the layer at `path`, from the stream of `rngs` that the rule names."""
     if rngs is None:
         raise ValueError(
             f"rngs=None, but {rule} rounds stochastically in the layer {path!r}: pass flax.nnx.Rngs, for example "

@@ -158,7 +158,7 @@ def layer_entries(model: nnx.Module) -> Iterator[tuple[ModuleEntry, NnxKind | No
 
 
 def nnx_layers(model: nnx.Module) -> Iterator[tuple[str, Any, NnxKind | None]]:
-    """As `layer_entries`: the first path of each, the module itself, and its row."""
+    """The layers of `layer_entries`: the first path of each, the module itself, and its row of `NNX_KINDS`."""
     for entry, kind in layer_entries(model):
         yield entry.paths[0], entry.module, kind
 
@@ -182,7 +182,7 @@ class NnxLayerRule(NamedTuple):
 
 
 def nnx_layer_rules(model: nnx.Module, rules: Sequence[Rule]) -> list[NnxLayerRule]:
-    """As `layer_entries`, each with its rule."""
+    """The layers of `layer_entries`, each with its rule."""
     matches = []
     for entry, kind in layer_entries(model):
         operation = "" if kind is None else kind.operation

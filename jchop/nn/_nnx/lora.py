@@ -89,22 +89,22 @@ class AdaptableProgram(AdaptableModel):
 
     @property
     def adapted(self) -> dict[str, AdaptedParam]:
-        """As of `AdaptableModel`."""
+        """The parameters that have adapters, by path."""
         flat = ((keys_as_path(keys), leaf.get_value()) for keys, leaf in nnx.to_flat_state(self.params))
         return {path: value for path, value in flat if isinstance(value, AdaptedParam)}
 
     def draws(self, number: int) -> Callable[[int], Array]:
-        """As of `AdaptableModel`; the first call draws the key of all."""
+        """The keys of a target by its number; the first call draws the key of all targets from `rngs`."""
         self.key = self.rngs.params() if self.key is None else self.key
         return super().draws(number)
 
     def programs(self, inputs: ExampleInputs) -> Iterable[tuple[Any, CallArguments]]:
-        """As of `AdaptableModel`."""
+        """The program of each method that has example inputs, with its call."""
         return programs.nnx_methods(self.model, programs.program_rules(self.model)).traced(inputs)
 
     @cached_property
     def targets(self) -> AdapterTargets:
-        """As of `AdaptableModel`."""
+        """The parameters that may have adapters, by path: of the programs, or of each linear layer traced alone."""
         if self.inputs is not None:
             return super().targets
         entries = [(entry, kind) for entry, kind in layer_entries(self.model) if kind is not None]
@@ -127,11 +127,11 @@ class AdaptableProgram(AdaptableModel):
         return targets
 
     def originals(self, original: Any) -> Any:
-        """As of `AdaptableModel`."""
+        """The parameters of a model that was not packed, by path, each with None: it has its target's layout."""
         return super().originals(nnx.state(original, nnx.Param))
 
     def put(self, leaves: Iterable[tuple[str, Any]], unpacked: Sequence[str] = ()) -> Any:
-        """As of `AdaptableModel`."""
+        """The model, changed in place: other parameters at some paths, and no rule that rounds those at `unpacked`."""
         rules = programs.program_rules(self.model)
         rules = rules_excluding_params(rules, unpacked, self.params) if unpacked else rules
         params = replace_leaves(self.params, dict(leaves))
@@ -154,28 +154,28 @@ class AdaptableLayers(AdaptableModel):
 
     @property
     def adapted(self) -> dict[str, AdaptedParam]:
-        """As of `AdaptableModel`."""
+        """The kernels that have adapters, by the path of the layer."""
         return {path: node.param for path, node in self.wrapped.items()}
 
     @cached_property
     def targets(self) -> AdapterTargets:
-        """As of `AdaptableModel`."""
+        """The kernels that may have adapters, by the path of the layer."""
         return {path: _kernel_target(entry.module) for path, entry in self.entries.items()}
 
     def draws(self, number: int) -> Callable[[int], Array]:
-        """As of `AdaptableModel`."""
+        """The keys of a target: each call draws the next one from `rngs`."""
         return lambda _: self.rngs.params()
 
     def names(self, path: str) -> tuple[str, ...]:
-        """As of `AdaptableModel`: all paths of the layer."""
+        """The names that a layer has in files and in rules: all its paths."""
         return tuple(self.entries[path].paths) if path in self.entries else (path,)
 
     def originals(self, original: Any) -> Any:
-        """As of `AdaptableModel`."""
+        """By path, the kernels of a model that was not packed, each with its layout as a matrix."""
         return {path: _kernel_target(entry.module)[:2] for path, entry in entries_with_kernels(original).items()}
 
     def put(self, leaves: Iterable[tuple[str, Any]], unpacked: Sequence[str] = ()) -> Any:
-        """As of `AdaptableModel`."""
+        """The model with other kernels at some paths, in place; a layer with an adapter is wrapped in `Adapted`."""
         replacements: dict[int, nnx.Module] = {}
         for path, leaf in leaves:
             node: Any = self.wrapped[path] if path in self.wrapped else self.entries[path].module

@@ -43,7 +43,7 @@ class ModuleEntry:
 
     @property
     def paths(self) -> list[str]:
-        """Its paths as text, the one of `flax.nnx.iter_modules` first."""
+        """The paths of the module as text, the one of `flax.nnx.iter_modules` first."""
         return [keys_as_path(keys) for keys in self.keys]
 
 
@@ -158,6 +158,7 @@ class QuantizedParam(nnx.Variable):
         super().set_value(self._of_leaves(value), **more)
 
     def _of_leaves(self, value: Any) -> Any:
+        """A spec, sharding or shape of the parameter as one for each array of a packed one; others unchanged."""
         current = self.get_raw_value()
         if not isinstance(current, QArray | StoredAs):
             return value

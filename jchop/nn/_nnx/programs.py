@@ -189,15 +189,14 @@ def _nnx_method_under_rules(name: str, method: Callable[..., Any]) -> Callable[.
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         stream, program_scales = (getattr(self, name, None) for name in (_STREAM_ATTRIBUTE, _SCALES_ATTRIBUTE))
         part = _nnx_program_part(self)
-        graph, params, rest = _split_program_state(self)
+        graph, params, (other_state, kept_scales, adapters) = _split_program_state(self)
         arguments, nodes = _ArgumentArrays.of(args, kwargs)
-        params, dropout = (params, None) if not rest[2] else _params_and_dropout_key(self, params)
-        params = part.params_in_model(params)
+        params, dropout = _params_and_dropout_key(self, params) if adapters else (params, None)
+        operands = part.params_in_model(params), (other_state, kept_scales, adapters), arguments
         function = _nnx_method_function(self, graph, method, part)
         key = None if stream is None else stream()
         if stream is None and program_scales is None:
-            key = _part_call_key(part, function, params, rest, arguments) if dropout is None else dropout
-        operands = params, rest, arguments
+            key = _part_call_key(part, function, *operands) if dropout is None else dropout
         if program_scales is None:
             after, state = function(*operands, key=key)
         elif program_scales.observer is not None:
@@ -233,7 +232,7 @@ def _part_call_key(
 
 
 def _split_program_state(model: Any) -> tuple[Any, Any, Any]:
-    """The graph of a model, its parameters, and all else that it holds: its kept scales and adapters apart."""
+    """The graph of a model, its parameters, and all other state as (rest, kept scales, adapters)."""
     apart = nnx.PathContains(_SCALES_ATTRIBUTE), nnx.PathContains(_ADAPTERS_ATTRIBUTE)
     graph, scales, adapters, params, rest = nnx.split(model, *apart, _PARAMETER_TYPES, ...)
     return graph, params, (rest, scales, adapters)
@@ -273,6 +272,8 @@ def _variable_module_classes(model: Any, part: ProgramPart) -> tuple[tuple[str, 
 def _new_nnx_method_function(
     graph: Any, method: Callable[..., Any], part: ProgramPart, classes: tuple[tuple[str, str], ...]
 ) -> QuantizedFunction:
+    """A method of a model as a function of parameters, other state and arguments, under rules."""
+
     def pure(params: Any, rest: Any, arguments: _ArgumentArrays) -> tuple[_MethodResult, Any]:
         copy = nnx.merge(graph, part.params_in_part(params), *rest)
         if is_nnx_program(copy):
@@ -307,7 +308,14 @@ class _MethodResult:
 
     @classmethod
     def of(cls, out: Any, model: Any, before: Mapping[Any, Any]) -> _MethodResult:
-        """The result of a call; modules of the model in it are named by their paths."""
+        """The result of a call, and the changes of its model.
+
+        Args:
+            out: the result; a module of the model in it becomes the path of the module, other values that are no
+                arrays become static.
+            model: the model after the call.
+            before: `_static_attributes` of the model before the call.
+        """
         paths = {id(node): path for path, node in nnx.iter_graph(model) if nnx.graph.is_graph_node(node)}
 
         def as_static(leaf: Any) -> Any:
@@ -318,11 +326,11 @@ class _MethodResult:
             )
             return leaf if stays else _NonArray(leaf)
 
-        out = jax.tree.map(as_static, out, is_leaf=nnx.graph.is_graph_node)
+        _, _, (rest, _, _) = _split_program_state(model)
         after = _static_attributes(model)
         now = {at: after.get(at, _NO_ATTRIBUTE) for at in {**before, **after}}
         changes = {at: value for at, value in now.items() if before.get(at, _NO_ATTRIBUTE) is not value}
-        return cls(out, _split_program_state(model)[2][0], _NonArray(changes))
+        return cls(jax.tree.map(as_static, out, is_leaf=nnx.graph.is_graph_node), rest, _NonArray(changes))
 
     def update(self, model: Any) -> Any:
         """Change a model likewise, and give the result of the method."""

@@ -136,7 +136,7 @@ class ProgramScales(ScaleState):
 
     @property
     def scales(self) -> Scales:
-        """As arrays."""
+        """The kept scales as arrays, learned ones and statistics."""
         return Scales(
             *({name: v.get_value() for name, v in variables.items()} for variables in (self.learned, self.stats))
         )
@@ -438,6 +438,7 @@ class RoundedPromotion(RoundingModule):
         self.codes = codes
 
     def __call__(self, args: tuple[Any, ...], /, **kwargs: Any) -> tuple[Any, ...]:
+        """The arrays in the dtype that Flax promotes to, packed ones unpacked, and those with a spec rounded."""
         names = next(names for names in self.slots if len(names) == len(args))
         forms = dict(self.packed_params)
         for name, arg in zip(names, args, strict=True):
@@ -526,6 +527,7 @@ class LayerEmulation(RoundingModule):
         self.spec, self.accumulate = spec, accumulate
 
     def __call__(self, call: Callable[..., Any], layer: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The result of a layer's call in emulated arithmetic; variables that the call sets are set in the layer."""
         key = self.key()
         graph, state = nnx.split(layer)
         update_paths: list[Any] = []

@@ -116,11 +116,11 @@ class AdaptableEquinox(AdaptableModel):
     """A module of Equinox."""
 
     def programs(self, inputs: ExampleInputs) -> Iterable[tuple[Any, CallArguments]]:
-        """As of `AdaptableModel`."""
+        """The program of each method that has example inputs, with its call."""
         return equinox_methods(self.model, equinox_rules(self.model)).traced(inputs)
 
     def put(self, leaves: Iterable[tuple[str, Any]], unpacked: Sequence[str] = ()) -> Any:
-        """As of `AdaptableModel`; the module is one of Equinox alone if no rule has an effect."""
+        """The module with other parameters at some paths; one of Equinox alone if no rule has an effect."""
         plain = replace_leaves(plain_module(self.model), dict(leaves))
         rules, params = equinox_rules(self.model), leaves_by_path(plain).values()
         if unpacked:
@@ -156,8 +156,8 @@ def program_adapter_targets(programs: Iterable[tuple[Any, CallArguments]]) -> Ad
             path = program.paths[leaf]
             if path in targets and targets[path].layout != layout:
                 layout = "methods of the model sum over different axes of it"
-            placement = program.placements.get(leaf)
-            targets[path] = AdapterTarget(call.values[leaf], layout, None if placement is None else placement[0])
+            rounded = program.rounded_params.get(leaf)
+            targets[path] = AdapterTarget(call.values[leaf], layout, None if rounded is None else rounded.layout)
     return targets
 
 

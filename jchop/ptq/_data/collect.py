@@ -226,7 +226,7 @@ class Collector(Runner):
     # -- equations -----------------------------------------------------------------------------------------------------
 
     def run(self, part: Any, seeds: Any, args: list[Any]) -> list[Any]:
-        """One equation, in each trajectory."""
+        """The results of an equation in each trajectory; the inputs of its sites are added to the sums first."""
         by_lane = self._args_by_lane(args)
         for site in self.sites.of_step.get(id(part), (0, ()))[1]:
             if site.leaf in self.leaves:
@@ -350,7 +350,8 @@ class Collector(Runner):
         other_x = y[0] if y else None
         compute_sums = partial(sums_over_rows, x, other_x)
         if isinstance(step.product, RaggedProduct):
-            sizes = others[0] if site.layout.matrices[0] > 1 else others[0].sum(keepdims=True)  # 1: all have one matrix
+            has_stack = site.layout.matrix_shape[0] > 1  # else all groups have one matrix
+            sizes = others[0] if has_stack else others[0].sum(keepdims=True)
             compute_sums = partial(_sums_by_group, x[0], None if other_x is None else other_x[0], sizes)
         indexes = self.sites.indexes.get((id(step), site.leaf))
         if indexes is None:
@@ -446,14 +447,14 @@ def _input_rows(product: Any, site: WeightSite, x: Array, kernel: Sequence[int])
         geometry = replace(geometry, flips_kernel=geometry.flips_kernel != site.flips_kernel)
         patches = geometry.patches(jnp.moveaxis(image, 1, -1), places)
         rows = patch_rows(patches, product.feature_groups)
-        return rows.reshape(site.layout.matrices[0], -1, rows.shape[-1])  # 1: all groups have one matrix
+        return rows.reshape(site.layout.matrix_shape[0], -1, rows.shape[-1])  # 1: all groups have one matrix
     if isinstance(product, RaggedProduct):
         return x[None]
     layout = product.forward.left
     matrices = layout.lay(x)
     batch_axes = [i for i in range(site.batch) if site.view.free[i]]
     order = [*batch_axes, *(i for i in range(matrices.ndim - 1) if i not in batch_axes), matrices.ndim - 1]
-    return matrices.transpose(order).reshape(site.layout.matrices[0], -1, matrices.shape[-1])
+    return matrices.transpose(order).reshape(site.layout.matrix_shape[0], -1, matrices.shape[-1])
 
 
 def _sums_by_group(x: Array, y: Array | None, group_sizes: Array) -> InputSums:

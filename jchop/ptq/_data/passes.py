@@ -66,7 +66,7 @@ def sum_bytes(site: WeightSite, parameter: Any, two_trajectories: bool = False) 
     """
     dtype = jnp.promote_types(parameter.dtype, jnp.float32)
     loops = parameter.shape[: site.turns]
-    inputs = jax.ShapeDtypeStruct((site.layout.matrices[0], 1, site.layout.matrices[1]), dtype)
+    inputs = jax.ShapeDtypeStruct((site.layout.matrix_shape[0], 1, site.layout.matrix_shape[1]), dtype)
     sums = jax.eval_shape(sums_over_rows, inputs, inputs if two_trajectories else None)
     bytes_of_turn = 2 * sum(v.size * v.dtype.itemsize for v in jax.tree.leaves(sums))
     return bytes_of_turn * math.prod(loops[1:]), loops[0] if loops else 1
@@ -216,7 +216,7 @@ class BatchData:
         last = None
         for _, batch in enumerate_batches(self.batches):
             last = program, call, sites = self.program(batch)
-            default = [i for i in sites.by_leaf if not self.low.rules or i in program.placements]
+            default = [i for i in sites.by_leaf if not self.low.rules or i in program.rounded_params]
             leaf_set = frozenset(default if leaves is None else leaves) & frozenset(sites.by_leaf)
             start, size = (None, None) if window is None else window
             options = len(trajectories), round_activations, leaf_set
@@ -380,6 +380,7 @@ class LazySums:
         return sum(map(self._bytes, leaves)) <= self.memory
 
     def _bytes(self, leaf: int) -> int:
+        """The bytes of the sums of a weight's inputs."""
         return math.prod(sum_bytes(self.sites[leaf], self.trace[1].values[leaf]))
 
 

@@ -52,13 +52,13 @@ class ProgramWalk(Runner):
         return [self.unknown] * len(step.eqn.outvars)
 
     def switch(self, index: Any, branches: Sequence[Callable[[Any], Any]], operands: Any) -> Any:
-        """Branches, into and out of which nothing is followed."""
+        """Walks the branches once each. Of their operands and results nothing is known."""
         for run in branches:
             outs = run([self.unknown] * len(operands))
         return [self.unknown] * len(outs)
 
     def scan(self, step: Any, turn: ScanTurn, start: Any, xs: Any, order: ScanOrder) -> tuple[Any, Any]:
-        """A loop, into and out of which nothing is followed."""
+        """Walks one turn of a loop, with the loop in `loops_over`. Of its operands and results nothing is known."""
         outer = self.loops_over
         self.loops_over = {**outer, **{leaf: (*outer.get(leaf, ()), step) for leaf in scanned_leaves(step)}}
         carry, ys = turn([self.unknown] * len(start), [self.unknown] * len(xs), 0)
@@ -185,9 +185,9 @@ def find_sites(program: Any) -> WeightSites:
 
 
 def rounded_sites(program: Any, sites: WeightSites) -> dict[int, WeightSite]:
-    """The sites of parameters that rules round, as their first product views them."""
-    placements = program.placements
-    return {i: site for i, site in sites.by_leaf.items() if i in placements and placements[i][1].view == site.view}
+    """The sites of the parameters that rules round, in the layout of the site, by the index of the parameter."""
+    rounded, by_leaf = program.rounded_params, sites.by_leaf
+    return {leaf: by_leaf[leaf] for leaf in by_leaf if leaf in rounded and rounded[leaf].use.view == by_leaf[leaf].view}
 
 
 def _is_other_use(step: ProductStep, operand: int, use: ParamUse, shape: tuple[int, ...], sites: WeightSites) -> bool:
@@ -201,7 +201,7 @@ def _is_other_use(step: ProductStep, operand: int, use: ParamUse, shape: tuple[i
 
 
 class _DependenceWalk(ProgramWalk):
-    """Of each operand of a product 0 if it depends on no parameter, 1 if it does, 2 if on one joined with something."""
+    """Finds the level of each operand of a product: 0 depends on no parameter, 1 on one, 2 on one that is joined."""
 
     unknown = _JOINED
 
@@ -218,18 +218,18 @@ class _DependenceWalk(ProgramWalk):
         return outs if runs_step_by_step(step) else [max(args, default=0)] * len(outs)
 
     def run(self, part: Any, seeds: Any, args: list[int]) -> list[int]:
-        """One equation."""
+        """The levels of the results: the highest of the operands, or `_JOINED`. Levels at products are kept."""
         if part.product is not None:
             self.operands[id(part)] = args
         highest = max(args, default=0)
         return [_JOINED if highest and part.name in _JOINING_PRIMITIVES else highest] * len(part.eqn.outvars)
 
     def switch(self, index: Any, branches: Sequence[Callable[[Any], Any]], operands: Any) -> Any:
-        """Branches."""
+        """The levels of a branch's results: the highest of all branches and of the index."""
         return [max(index, *levels) for levels in zip(*(run(operands) for run in branches), strict=True)]
 
     def scan(self, step: Any, turn: ScanTurn, start: Any, xs: Any, order: ScanOrder) -> tuple[Any, Any]:
-        """A loop, until the facts of a turn hold in the next one."""
+        """The levels of a loop's results: turns are walked until the levels of the carry stay."""
         while True:
             after, ys = turn(start, xs, 0)
             after = list(map(max, start, after))
@@ -257,7 +257,7 @@ class _SiteWalk(ProgramWalk):
         return outs
 
     def scan(self, step: Any, turn: ScanTurn, start: Any, xs: Any, order: ScanOrder) -> tuple[Any, Any]:
-        """A loop."""
+        """Walks one turn of a loop, then lists its products in `inputs`, for each turn if they take layers."""
         leaves, outer, self.inputs = scanned_leaves(step), self.inputs, []
         outs = super().scan(step, turn, start, xs, order)
         inner, self.inputs = self.inputs, outer
@@ -272,7 +272,7 @@ class _SiteWalk(ProgramWalk):
         return outs
 
     def run(self, part: Any, seeds: Any, args: list[Any]) -> list[Any]:
-        """One equation, of a product with the sites that it has."""
+        """Finds the sites of a product and puts them into `of_step`; nothing is known of results."""
         for side in (i for i in (0, 1) if part.product is not None and part.uses and part.uses[i]):
             sites = [site for use in part.uses[side] if (site := self._site_of(part, side, use)) is not None]
             if sites:
@@ -349,6 +349,7 @@ def _flips_kernel(step: ProductStep, side: int, use: ParamUse) -> bool:
 def _site_of_use(
     step: ProductStep, side: int, use: ParamUse, shape: tuple[int, ...], turns: Sequence[int]
 ) -> WeightSite | str:
+    """The site of a parameter in a product, or why its inputs are not looked at; `turns` are lengths of loops."""
     product, view = step.product, use.view
     assert product is not None and view is not None
     batch = len(product.batch[0]) if isinstance(product, DotProduct) else 1 if isinstance(product, RaggedProduct) else 0

@@ -98,7 +98,7 @@ class Channels:
     tied: frozenset[ChannelRun] = frozenset()
 
     def tie(self, runs: Iterable[ChannelRun]) -> Channels:
-        """With more runs tied.
+        """The channels with more runs tied.
 
         Raises:
             FoldError: if no channel would have a factor of its own.
@@ -227,6 +227,7 @@ def fit_broadcast_axes(port: Port, assignments: FactorAssignments) -> FactorAssi
 def _fit_broadcast_label(
     port: Port, value: GraphValue, label: FactorLabel | None, tied_runs: list[ChannelRun]
 ) -> FactorLabel | None:
+    """The label of a value that broadcasts: one factor along axes of another length, whose runs join `tied_runs`."""
     if label is None or len(value.shape) != len(port.own):
         return label
     axes = list(label.axes)
@@ -247,7 +248,7 @@ _SUM_OF_PART, _MIXED_CHANNELS = "sums over a part of its channels", "does not ke
 
 
 def _only_way(way_of: Callable[[Port], Any]) -> Callable[[Port], FactorAssignments]:
-    """A primitive with one way for its factors."""
+    """A rule of a primitive that has one way for its factors, from the function that gives it."""
 
     def rule(port: Port) -> FactorAssignments:
         yield way_of(port)
@@ -256,12 +257,12 @@ def _only_way(way_of: Callable[[Port], Any]) -> Callable[[Port], FactorAssignmen
 
 
 def _one_label(index: int, label: FactorLabel, count: int = 2) -> list[FactorLabel | None]:
-    """One of some values has factors."""
+    """Labels of `count` values, of which the one at `index` has factors."""
     return [label if i == index else None for i in range(count)]
 
 
 def _loop_value_factors(port: Port) -> FactorAssignments:
-    """A value outside of a loop, and in all of its turns."""
+    """The labels of a value outside of a loop and of the same value in all of its turns."""
     (outer,), (inner,) = port.node.ins, port.node.outs
     loop_axis, length = len(outer.loops), inner.loops[-1]
     if not port.is_result:
@@ -393,6 +394,7 @@ def _power_rule(exponent: Callable[[dict[str, Any]], Fraction]) -> Callable[[Por
 
 
 def _mul_factors(port: Port) -> FactorAssignments:
+    """The labels of a b: factors of one operand go to the result, or, inverted, to the other operand."""
     a, b = port.node.ins
     if a is b:
         other = port.label.to_power(Fraction(1, 2) if port.is_result else 2)
@@ -408,6 +410,7 @@ def _mul_factors(port: Port) -> FactorAssignments:
 
 
 def _div_factors(port: Port) -> FactorAssignments:
+    """The labels of a / b: factors go to the result, of b inverted, or to the other operand."""
     label, inverse = port.label, port.label.to_power(-1)
     if port.is_result:
         ways: list[list[FactorLabel | None]] = [[label, None], [None, inverse]]
@@ -423,6 +426,7 @@ def _div_factors(port: Port) -> FactorAssignments:
 
 
 def _dot_factors(port: Port) -> FactorAssignments:
+    """The labels of a dot: factors of free axes go to the result, of summed axes inverted to the other operand."""
     dot: DotProduct = port.node.product
     result_axes = [dot.result_axes(side) for side in (0, 1)]
     if port.is_result:
@@ -440,7 +444,7 @@ def _dot_factors(port: Port) -> FactorAssignments:
 
 
 def _dot_result_factors(port: Port, result_axes: Sequence[Mapping[int, int]]) -> FactorAssignments:
-    """From a result to the operand whose axes have the factors."""
+    """The labels of a dot whose result has factors: they go to the operand whose axes have them."""
     first, second = ({*axes.values()} for axes in result_axes)
     own_axes = sorted(first - second), sorted(second - first)
     runs = [[run for axis in axes for run in port.own[axis] if run[1]] for axes in own_axes]
@@ -453,6 +457,7 @@ def _dot_result_factors(port: Port, result_axes: Sequence[Mapping[int, int]]) ->
 
 
 def _conv_factors(port: Port) -> FactorAssignments:
+    """The labels of a convolution: output channels go to the result, input channels inverted to the other operand."""
     conv: ConvProduct = port.node.product
     image, kernel, out = conv.numbers.lhs_spec, conv.numbers.rhs_spec, conv.numbers.out_spec
     values = [*port.node.ins[:2], *port.node.outs]

@@ -97,7 +97,7 @@ class ProductPlace:
 
 @dataclass
 class ProgramGraph:
-    """A program.
+    """The values of a program and the equations between them, from its parameters on.
 
     Args:
         parameters: by index.
@@ -141,7 +141,7 @@ class _GraphWalk(ProgramWalk):
         return GraphValue(self.loops, np.shape(value), _is_real(value), _CONSTANT, zero=is_zero)
 
     def run(self, part: Any, seeds: Any, args: list[GraphValue]) -> list[GraphValue]:
-        """One equation."""
+        """Adds a node for an equation, and a place for each site of a product; gives the values of the results."""
         avals = [v.aval for v in part.eqn.outvars]
         outs = [GraphValue(self.loops, getattr(aval, "shape", ()), _is_real(aval)) for aval in avals]
         function = part.scope.rpartition("/")[2]
@@ -172,12 +172,12 @@ class _GraphWalk(ProgramWalk):
             return super().control(step, seeds, args)
         outer = self.loops, self.stacked_leaves
         self.loops, self.stacked_leaves = (*self.loops, turns(step)), (*self.stacked_leaves, scanned_leaves(step))
-        outs = super().control(step, seeds, list(map(self._in_turns, args, roles_of(step))))
+        outs = super().control(step, seeds, list(map(self._value_in_loop, args, roles_of(step))))
         self.loops, self.stacked_leaves = outer
         return outs
 
-    def _in_turns(self, outer: GraphValue, role: str) -> GraphValue:
-        """An operand of a loop inside of it."""
+    def _value_in_loop(self, outer: GraphValue, role: str) -> GraphValue:
+        """The value of a loop's operand inside the loop. A carried one changes, so it is no parameter there."""
         is_stack = role == "sliced"
         value = GraphValue(self.loops, outer.shape[1:] if is_stack else outer.shape, outer.real)
         if role != "carried":

@@ -67,7 +67,7 @@ class ChannelWeight:
 
     def by_turn(self, values: np.ndarray) -> np.ndarray:
         """Numbers of channels as (turns, batch, summed)."""
-        return values[self.channels].reshape(-1, *self.layout.matrices[:2])
+        return values[self.channels].reshape(-1, *self.layout.matrix_shape[:2])
 
 
 def smooth_factors(step: Smooth, members: Sequence[ChannelWeight], count: int) -> np.ndarray:
@@ -103,7 +103,7 @@ def awq_factors(step: Awq, members: Sequence[ChannelWeight], count: int, units: 
     candidates = np.stack([np.ones(count), *(_candidate_factors(inputs, weights, is_used, r, units) for r in ratios)])
     losses = np.zeros((len(candidates), units))
     for member in members:
-        shape = (len(candidates), -1, *member.layout.matrices[:2])
+        shape = (len(candidates), -1, *member.layout.matrix_shape[:2])
         factors = np.stack([member.by_turn(s) for s in candidates]).reshape(shape)
         for layer in member.layers:
             turn = member.turn(layer)
@@ -146,7 +146,7 @@ def _channel_magnitudes(member: ChannelWeight, layer: tuple[int, ...]) -> tuple[
     weight = jnp.asarray(member.weight)[layer]
     with enable_x64_for(weight.dtype):
         magnitudes = _mean_in_scale_units(weight, placement=member.placement, layout=member.layout)
-    channels = member.channels.reshape(-1, *member.layout.matrices[:2])[member.turn(layer)]
+    channels = member.channels.reshape(-1, *member.layout.matrix_shape[:2])[member.turn(layer)]
     return channels.reshape(-1), np.asarray(magnitudes, np.float64).reshape(-1)
 
 
@@ -222,7 +222,7 @@ def map_parameters(data: BatchData, steps: Sequence[MappingStep], memory: int | 
         sums, trace = (None, data.last()) if memory is not None else data.sums()
         program, _, sites = trace
         weight_sites = rounded_sites(program, sites)
-        for leaf in [leaf for leaf in weight_sites if program.placements[leaf][0].rotation is not None]:
+        for leaf in [leaf for leaf in weight_sites if program.rounded_params[leaf].layout.rotation is not None]:
             del weight_sites[leaf]
             record.add(leaf, f"not by {step.name}: its inputs are rotated when the function runs")
         for leaf in record.online.keys() & weight_sites.keys():
@@ -239,7 +239,7 @@ def map_parameters(data: BatchData, steps: Sequence[MappingStep], memory: int | 
 
 
 class _MappingJob:
-    """One step.
+    """The work of one mapping step: its graphs, its statistics, and the parameters that it changes.
 
     Args:
         step: the step.
@@ -285,6 +285,7 @@ class _MappingJob:
         return jax.tree.unflatten(tree, leaves)
 
     def _fold(self, place: ProductPlace) -> Fold:
+        """The fold of a product's weight; for a rotation, gains in its way are first moved into the next weight."""
         if not isinstance(self.step, Rotate):
             return self._fold_in_all_batches(place, fold_of)
         earlier_values = dict(self.new_values)
@@ -302,6 +303,7 @@ class _MappingJob:
                 raise
 
     def _fold_in_all_batches(self, place: ProductPlace, search: Callable[[ProductPlace], Fold]) -> Fold:
+        """The fold that `search` finds, which must be the same in the programs of all batches."""
         fold = search(place)
         labels = _labels_by_leaf(fold)
         for graph in self.other_graphs:
@@ -349,6 +351,7 @@ class _MappingJob:
         return places
 
     def _map_products(self, place: ProductPlace, fold: Fold, places: dict[int, ProductPlace]) -> None:
+        """Maps the parameters of a fold: statistics, factors or a rotation, the report, then the new values."""
         error_leaves = [leaf for leaf in _labels_by_leaf(fold) if self._needs_errors(leaf)]
         if self.lazy_sums.fits({*places, *error_leaves}):
             self.lazy_sums.sums_of([*dict.fromkeys([*places, *error_leaves])], self.step)
@@ -382,7 +385,7 @@ class _MappingJob:
         """
         site, leaf, stack = place.site, place.site.leaf, self.program.shapes[place.site.leaf][: place.site.stack]
         fit, name = self.program.adaptable.get(leaf), self.step.name
-        batch, size, kept = site.layout.matrices
+        batch, size, kept = site.layout.matrix_shape
         matrices: Any = np.broadcast_to(np.arange(size)[None, :, None], (batch, size, kept))
         channels: Any = site.layout.back(
             matrices
@@ -397,7 +400,7 @@ class _MappingJob:
         if sum(place.turns) != site.stack:
             return "its product takes one of several layers by an index"
         turns, sums = math.prod(stack), self.lazy_sums.sums_of([leaf], self.step)[leaf]
-        placement = placement_to_nearest(self.program.placements[leaf][0])
+        placement = placement_to_nearest(self.program.rounded_params[leaf].layout)
         numbers = np.arange(turns * size)
         member = ChannelWeight(self._value(leaf), site.stack, site.stack, placement, site.layout, sums, numbers)
         factors, choices = self._factors([member], turns * size, lambda: turns)
@@ -425,15 +428,17 @@ class _MappingJob:
                 self.record.add(leaf, choice, turn)
 
     def _value(self, leaf: int) -> Any:
+        """The value of a parameter, as earlier folds have changed it."""
         return self.new_values.get(leaf, self.call.values[leaf])
 
     def _member(self, fold: Fold, place: ProductPlace, sums: InputSums) -> ChannelWeight:
+        """A weight of a fold, with its statistics and the channel of each of its inputs."""
         site, node = place.site, place.node
         label = fold.labels[node.ins[place.side]]
         _, shape, axes = channels_of(place)
         channel_indexes = FactorLabel(label.power, tuple(label.axes[axis] for axis, _ in axes)).indexes()
         channels = np.broadcast_to(channel_indexes, [shape[axis] for axis, _ in axes]).reshape(-1)
-        placement = placement_to_nearest(self.program.placements[site.leaf][0])
+        placement = placement_to_nearest(self.program.rounded_params[site.leaf].layout)
         turns = sum(place.turns)
         if turns < site.turns:  # constant indexes: all layers have the same factors
             layers = np.ndindex(*self.program.shapes[site.leaf][: site.turns])
@@ -462,7 +467,7 @@ class _MappingJob:
         if not self._needs_errors(leaf):
             return
         site, sums = self.weight_sites[leaf], self.lazy_sums.sums_of([leaf], self.step)[leaf]
-        placement = placement_to_nearest(self.program.placements[leaf][0])
+        placement = placement_to_nearest(self.program.rounded_params[leaf].layout)
         weights = jnp.asarray(self._value(leaf))
         for layer in np.ndindex(*weights.shape[: site.stack]):
             inputs = input_means(jax.tree.map(lambda v, turn=layer[: site.turns]: v[turn], sums))

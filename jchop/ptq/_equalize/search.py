@@ -103,7 +103,7 @@ class _FoldSearch:
         self.place, self.ways, self.budget = place, ways, _MOST_EQUATIONS
 
     def start(self, channels: Channels) -> Fold:
-        """From the weight, under more and more ties."""
+        """The fold of a weight: the factors of its channels go through the program, which may tie channels."""
         _, shape, axes = channels_of(self.place)
         runs: list[RunAxis] = [((n, 0),) if n != 1 else () for n in shape]
         for axis, stride in axes:
@@ -239,7 +239,7 @@ class _RotationWays:
         self.cache: dict[tuple[GraphValue, tuple[int, ...]], frozenset[int] | None] = {}
 
     def ways_of(self, node: GraphNode, label: FactorLabel, place: int, is_result: bool) -> FactorAssignments:
-        """As `factor_rules.ways_of`, of a rotation."""
+        """The ways in which a rotation of one value of a node goes to its other values, as labels or ties."""
         port = Port(node, label, place, is_result)
         for way in self._ways(port):
             if not isinstance(way, TiedChannels):
@@ -250,6 +250,7 @@ class _RotationWays:
                 yield way
 
     def _ways(self, port: Port) -> FactorAssignments:
+        """The ways of a rotation through a node; a FoldError if the node does not commute with it."""
         node = port.node
         rule = _ROTATION_RULES.get(node.name)
         if port.label.power == 2 and node.name not in _OF_SQUARES:
@@ -283,6 +284,7 @@ class _RotationWays:
         return self.cache[key]
 
     def _varying_from_node(self, node: GraphNode, value: GraphValue, axes: tuple[int, ...]) -> frozenset[int] | None:
+        """The parameters that make the result `value` of a node differ along `axes`; None if other things do."""
         if not node.ins:
             return None
         first = node.ins[0]
@@ -316,7 +318,11 @@ def _union_of_leaves(leaf_sets: Any) -> frozenset[int] | None:
 
 
 def _without_signs(port: Port, labels: list[FactorLabel | None]) -> list[FactorLabel | None]:
-    """Labels without inverses, which for a product with an orthogonal matrix are the same."""
+    """Labels with positive powers: the inverse of an orthogonal matrix rotates like the matrix itself.
+
+    Raises:
+        FoldError: for a power other than 1 or 2.
+    """
     positive = [None if label is None else replace(label, power=abs(label.power)) for label in labels]
     if any(label is not None and label.power not in (1, 2) for label in positive):
         raise _fold_rotation_error(port)
@@ -333,11 +339,12 @@ def _rotation_axes(port: Port) -> tuple[int, ...]:
 
 
 def _one_operand(port: Port, side: int) -> tuple[list[FactorLabel | None], list[FactorLabel | None]]:
-    """One operand and the result are rotated."""
+    """Labels of a node whose operand `side` and result are rotated."""
     return [port.label if i == side else None for i in range(len(port.node.ins))], [port.label]
 
 
 def _mul_rotation(rotation: _RotationWays, port: Port) -> FactorAssignments:
+    """The labels of a b: a rotation passes if the other operand is the same along its channels."""
     a, b = port.node.ins
     if a is b:
         yield from _square_rotation(rotation, port)

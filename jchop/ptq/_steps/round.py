@@ -574,7 +574,7 @@ def round_parameter(
     if pruning is not None and pruning is not steps.pruning:  # the format drops numbers, and these steps choose them
         assert placement.spec.scaled is not None
         placement = replace(placement, spec=replace(placement.spec, format=placement.spec.scaled.dense))
-    target, no_factor = weight, jnp.zeros(layout.matrices[0], bool)
+    target, no_factor = weight, jnp.zeros(layout.matrix_shape[0], bool)
     if steps.correction is not None and cross is not None:
         new_matrices = _each_matrix(
             partial(_correct_matrix, steps.correction), layout.lay(weight).astype(dtype), gram, cross.astype(dtype)
@@ -600,14 +600,14 @@ def round_parameter(
         packed_weight = placement.pack(clipped, key)
         if steps.sweep is None:
             packed_weight = with_entries(packed_weight, round_under_scales(packed_weight, target, layout, key)[0])
-    zeros = jnp.zeros(layout.matrices[0], dtype)
+    zeros = jnp.zeros(layout.matrix_shape[0], dtype)
     damping, tries, dead = zeros, zeros.astype(jnp.int32), (jnp.diagonal(gram, axis1=1, axis2=2) == 0).sum(1)
     if steps.sweep is not None:
         q = qarray_of(packed_weight)
         scales = element_scales(q)
         choose = partial(_choose_codes, steps.sweep, pruning, scales, key)
         by_element = tuple(layout.lay(part) for part in scales.by_element)
-        numbers = jnp.arange(layout.matrices[0])
+        numbers = jnp.arange(layout.matrix_shape[0])
         chosen = None if above is None else layout.lay(above)
         entries = _each_matrix(choose, numbers, target_matrices, gram, by_element, mask, order_and_factor, chosen)
         packed_weight = with_entries(packed_weight, layout.back(entries).reshape(q.shape))

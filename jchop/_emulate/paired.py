@@ -1,11 +1,15 @@
-"""Runs an emulated program beside a reference, operation by operation, and measures the results."""
+"""Runs an emulated program beside a reference, operation by operation, and measures the results.
+
+Measures are counts, ranges, errors, cancelled bits, and first events.
+"""
 
 from __future__ import annotations
 
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -14,20 +18,221 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from jchop._emulate.paired.measure import Event, Measure, measure_results
 from jchop._emulate.rules.interpret import EagerRunner, round_operands
-from jchop._emulate.rules.rules import CARRIER_DTYPES, EXACT, is_complex_value, is_number, spec_of_fact
+from jchop._emulate.rules.rules import (
+    CARRIER_DTYPES,
+    EVENTS,
+    EXACT,
+    finite_range_of,
+    is_complex_value,
+    is_number,
+    spec_of_fact,
+)
 from jchop._emulate.rules.run_task import EmulatedStep
-from jchop._emulate.rules.trace import EmulatedProgram, is_program_variable
+from jchop._emulate.rules.trace import EmulatedProgram, ProgramEntry, is_program_variable
 from jchop._program import lanes
 from jchop._program.control import as_jax_value, copy_if_reference, turns_around, where_active
+from jchop._program.lanes import LaneRunner, ShardAxes, bind_shards, broadcast_to_shards, map_shards
 from jchop._program.run import interpret
-from jchop._program.seeds import Seeds
-from jchop._program.step import ProgramPlan, is_library_file, is_reference, source_line_of
+from jchop._program.step import ProgramPlan, Seeds, is_library_file, is_reference, source_line_of
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec, SpecLike, as_spec
-from jchop.formats import FloatFormat
+from jchop.formats import FloatFormat, UniformFormat
 from jchop.formats._catalogue import binary64
+
+
+@dataclass(frozen=True)
+class Event:
+    """The place of the first event of a kind.
+
+    Args:
+        turn: the turns of the enclosing loops, from 0, the outermost first; empty outside of loops.
+        where: the index in the result; empty for a scalar.
+        order: the number of earlier operations.
+    """
+
+    turn: tuple[int, ...]
+    where: tuple[int, ...]
+    order: int
+
+    def __str__(self) -> str:
+        turn = f"turn {'.'.join(map(str, self.turn))}" if self.turn else ""
+        where = str(list(self.where)) if self.where else ""
+        return ", ".join(filter(None, (turn, where))) or "scalar"
+
+
+@dataclass
+class Measure:
+    """Counts, ranges and errors of some results."""
+
+    overflows: int = 0
+    underflows: int = 0
+    infinities: int = 0
+    nans: int = 0
+    invalid: int = 0
+    new_nonfinite: int = 0  # infinities and NaN of finite operands, without regard to constants
+    digit_loss: float = 0.0  # cancelled bits of all sums
+    sums: int = 0
+    cancelled: float = -math.inf
+    smallest: float = math.inf
+    largest: float = -math.inf
+    error: float = -math.inf
+    deviation: float = -math.inf
+    exponents: Counter[int] = field(default_factory=Counter)  # this and the next: of `EmulatedFunction.ranges` alone
+    numbers: int = 0
+    zeros: int = 0
+    subnormals: int = 0
+    first_overflow: Event | None = None
+    first_nan: Event | None = None
+    first_invalid: Event | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """The fields of a row; NaN if there is no number."""
+        inner = ("new_nonfinite", "digit_loss", "sums", "exponents", "numbers", "zeros", "subnormals")
+        rest = ((name, v) for name, v in vars(self).items() if name not in inner)
+        numbers = {name: math.nan if isinstance(v, float) and not math.isfinite(v) else v for name, v in rest}
+        return numbers | {"cancelled_mean": self.digit_loss / self.sums if self.sums else math.nan}
+
+    def add(self, other: Measure | None) -> None:
+        """Adds another measure."""
+        if other is None:
+            return
+        for name in (f.name for f in fields(self)):
+            one, two = getattr(self, name), getattr(other, name)
+            if name.startswith("first_"):
+                new = min(filter(None, (one, two)), key=lambda event: event.order, default=None)
+            elif name in _MAXIMUM_FIELDS:
+                new = max(one, two)
+            else:
+                new = min(one, two) if name == "smallest" else one + two
+            setattr(self, name, new)
+
+    def events(self) -> Iterator[tuple[str, Event]]:
+        """The names in `EVENTS` of the events that happened, each with its place."""
+        for name in EVENTS:
+            event = getattr(self, f"first_{name}")
+            if event is not None:
+                yield name, event
+
+
+_MAXIMUM_FIELDS = ("largest", "error", "deviation", "cancelled")
+
+
+def measure_results(
+    low: Any,
+    same: Any,
+    reference: Any,
+    operands: Sequence[Any],
+    from_program: Sequence[bool] | None = None,
+    *,
+    turn: tuple[int, ...] = (),
+    order: int = 0,
+    elementwise: bool = False,
+    digits: int | None = None,
+    spec: Spec | None = None,
+) -> Measure:
+    """The measure of results.
+
+    Args:
+        low: the emulated results.
+        same: the results without rounding, for the same operands.
+        reference: the results of the reference program.
+        operands: the operands that are numbers.
+        from_program: whether each operand is a result; infinities and NaN of constants count as new. None: all are.
+        turn: the turns of the enclosing loops.
+        order: the number of earlier operations.
+        elementwise: whether each result depends only on the operands at the same index.
+        digits: the precision of the operands of a sum or difference; None for other operations.
+        spec: the rounding of the results; None for none.
+    """
+    low, same, reference = (as_double_precision(x) for x in (low, same, reference))
+    operands = [as_double_precision(x) for x in operands]
+    magnitude = np.abs(low[np.isfinite(low) & (low != 0)])
+    nan, infinite = np.isnan(low), np.isinf(low)
+    overflow = np.isfinite(same) & (~np.isfinite(low) | _beyond_format(same, spec))
+    invalid = _without_operand_cause(nan, [np.isnan(x) for x in operands], elementwise)
+    sources = operands if from_program is None else [x for x, flag in zip(operands, from_program, strict=True) if flag]
+    new_nonfinite = _without_operand_cause(infinite | nan, [~np.isfinite(x) for x in sources], elementwise)
+    losses = _cancellation_bits(low, operands, digits) if digits is not None else np.zeros(0)
+    events = {"overflow": overflow, "nan": nan, "invalid": invalid}
+    firsts: dict[str, Any] = {
+        f"first_{name}": Event(turn, tuple(map(int, np.argwhere(mask)[0])), order) if mask.any() else None
+        for name, mask in events.items()
+    }
+    return Measure(
+        overflows=int(overflow.sum()),
+        underflows=int(np.sum((low == 0) & (same != 0))),
+        infinities=int(infinite.sum()),
+        nans=int(nan.sum()),
+        invalid=int(invalid.sum()),
+        new_nonfinite=int(new_nonfinite.sum()),
+        digit_loss=float(losses.sum()),
+        sums=losses.size,
+        cancelled=float(losses.max(initial=-math.inf)),
+        smallest=float(magnitude.min(initial=math.inf)),
+        largest=float(magnitude.max(initial=-math.inf)),
+        error=_largest_relative_error(low, same),
+        deviation=_largest_relative_error(low, reference),
+        **firsts,
+    )
+
+
+def as_double_precision(x: Any) -> np.ndarray:
+    """Numbers in float64 or complex128."""
+    x = np.asarray(x)
+    return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+
+
+def _beyond_format(exact: np.ndarray, spec: Spec | None) -> Any:
+    """Whether numbers lie beyond the ends of the format by more than half its step there: they saturate or wrap.
+
+    The step of a tapered format or a codebook counts as zero.
+    """
+    if spec is None:
+        return False
+    if np.iscomplexobj(exact):
+        return _beyond_format(np.real(exact), spec) | _beyond_format(np.imag(exact), spec)
+    fmt, half = spec.format, 0.0
+    if isinstance(fmt, FloatFormat):
+        half = math.ldexp(1.0, fmt.emax - fmt.frac_bits - 1)
+    elif isinstance(fmt, UniformFormat):
+        half = math.ldexp(1.0, -fmt.frac_bits - 1)
+    low, high = finite_range_of(fmt)
+    below = 0.0 if isinstance(fmt, FloatFormat) and not fmt.signed else half
+    return (exact > high + half) | (exact < low - below)
+
+
+def _without_operand_cause(mask: np.ndarray, operand_masks: Sequence[np.ndarray], elementwise: bool) -> np.ndarray:
+    """The found results for which no operand has such a value: at the same index, or anywhere."""
+    for has in operand_masks:
+        if elementwise and has.shape in (mask.shape, ()):
+            mask = mask & ~has
+        elif has.any():
+            return np.zeros_like(mask)
+    return mask
+
+
+def _cancellation_bits(low: np.ndarray, operands: Sequence[np.ndarray], digits: int) -> np.ndarray:
+    """The number of cancelled leading bits: the larger operand's exponent minus the exponent of the result.
+
+    A sum of zero has lost every digit.
+    """
+    a, b, result = (np.broadcast_to(x, low.shape) for x in (*operands, low))
+    use = np.isfinite(a) & np.isfinite(b) & np.isfinite(result) & ((a != 0) | (b != 0))
+    largest, result = np.maximum(np.abs(a[use]), np.abs(b[use])), np.abs(result[use])
+    drop = np.where(result == 0, digits, np.frexp(largest)[1] - np.frexp(result)[1])
+    return np.maximum(drop, 0).astype(np.float64)
+
+
+def _largest_relative_error(got: np.ndarray, want: np.ndarray) -> float:
+    """The largest |got - want| / |want| of finite numbers; two zeros give 0, a single zero in want is skipped."""
+    use = np.isfinite(got) & np.isfinite(want) & ((want != 0) | (got == 0))
+    got, want = got[use], want[use]
+    return float(np.max(np.abs(got - want) / np.where(want == 0, 1, np.abs(want)), initial=-math.inf))
+
+
+# == runs ==============================================================================================================
+
 
 # -- references --------------------------------------------------------------------------------------------------------
 
@@ -44,12 +249,10 @@ class CarrierReference:
         """An argument or a constant."""
         return x
 
-    def bind(
-        self, step: EmulatedStep, args: Sequence[Any], axes: lanes.ShardAxes = (), *, rounds: bool = True
-    ) -> list[Any]:
+    def bind(self, step: EmulatedStep, args: Sequence[Any], axes: ShardAxes = (), *, rounds: bool = True) -> list[Any]:
         """The results of an equation, of operands that have these axes of a mesh first."""
         del rounds
-        return lanes.bind_shards(axes, step.eqn.primitive, step.eqn.params, args)
+        return bind_shards(axes, step.eqn.primitive, step.eqn.params, args)
 
     def select(self, active: Any, new: Any, old: Any) -> Any:
         """The new values of the loops of a batch that still run, and the old values of others."""
@@ -75,11 +278,9 @@ class Float64Reference(CarrierReference):
             return np.asarray(x, np.float64) if isinstance(x, float) else x
         return np.asarray(x).astype(np.complex128 if is_complex_value(x) else np.float64)
 
-    def bind(
-        self, step: EmulatedStep, args: Sequence[Any], axes: lanes.ShardAxes = (), *, rounds: bool = True
-    ) -> list[Any]:
+    def bind(self, step: EmulatedStep, args: Sequence[Any], axes: ShardAxes = (), *, rounds: bool = True) -> list[Any]:
         """The results of an equation, of operands in any dtype."""
-        bind_primitive = partial(lanes.bind_shards, axes, step.eqn.primitive)
+        bind_primitive = partial(bind_shards, axes, step.eqn.primitive)
         out = None
         args = [  # Python numbers in their dtypes in the program, which could differ under jax_enable_x64
             np.asarray(x, v.aval.dtype) if isinstance(x, bool | int | float | complex) else x
@@ -143,6 +344,8 @@ def make_reference(reference: SpecLike | None) -> CarrierReference:
 #: A value of the emulated program, and the reference's value for it.
 ValuePair = tuple[Any, Any]
 LaneSeeds = Sequence[Seeds | None]
+#: A step, the number of its runs, and its line of source.
+SourcedStep = tuple[EmulatedStep, int, str]
 #: The kinds of equations that round nothing.
 SILENT_KINDS = frozenset({"structural", "extremum", "untouched", "compared", "control", "own"})
 #: The kinds of equations whose results depend only on the operands at the same index.
@@ -168,7 +371,7 @@ class StopEventError(Exception):
 
 
 @dataclass
-class PairedRun(lanes.LaneRunner):
+class PairedRun(LaneRunner):
     """A run of a program and its reference.
 
     Args:
@@ -196,14 +399,10 @@ class PairedRun(lanes.LaneRunner):
     def constant(self, value: Any) -> ValuePair:
         """A constant or a literal."""
         wide = self.reference.as_reference(value)
-        return lanes.broadcast_to_shards(value, self.axes), lanes.broadcast_to_shards(wide, self.axes)
+        return broadcast_to_shards(value, self.axes), broadcast_to_shards(wide, self.axes)
 
     def whole(
-        self,
-        program: EmulatedProgram,
-        spec: Spec | None,
-        entry: tuple[list[Any], list[Any], Seeds | None],
-        names: Sequence[str],
+        self, program: EmulatedProgram, spec: Spec | None, entry: ProgramEntry, names: Sequence[str]
     ) -> list[ValuePair]:
         """The results of a program, given its arguments and constants as `spec` rounds them on entry, and its seeds."""
         values, constants, seeds = entry
@@ -233,7 +432,7 @@ class PairedRun(lanes.LaneRunner):
         low, wide = ([pair[i] for pair in args] for i in (0, 1))
         step = lanes.with_vmap_collective(part, self.axes)
         run = self.runner.control if step.kind == "control" else self.runner.run
-        results = lanes.map_shards(self.axes, partial(run, step), seeds[0], low)
+        results = map_shards(self.axes, partial(run, step), seeds[0], low)
         alike = args and step.kind in SILENT_KINDS and not any(step.rounds) and all(x is y for x, y in args)
         alike = alike and not any(is_reference(v.aval) for v in step.eqn.outvars)  # each program writes to its own
         reference = results if alike else self.reference.bind(step, wide, self.axes)
@@ -243,6 +442,7 @@ class PairedRun(lanes.LaneRunner):
         return list(zip(results, reference, strict=True))
 
     def _look(self, step: EmulatedStep, low: list[Any], results: list[Any], reference: list[Any]) -> None:
+        """Adds the errors of a step's results to the measures, and raises StopEventError at the event `stop_at`."""
         silent = step.kind in SILENT_KINDS
         same = results if silent else self.reference.bind(step, low, self.axes, rounds=False)
         numbers = [(x, v) for x, v in zip(low, step.eqn.invars, strict=True) if is_number(v.aval)]
@@ -285,9 +485,7 @@ class PairedRun(lanes.LaneRunner):
             if measure.overflows or measure.underflows:
                 yield i, low[i], measure
 
-    def with_literal_steps(
-        self, steps: Iterable[tuple[EmulatedStep, int, str]]
-    ) -> Iterator[tuple[EmulatedStep, int, str]]:
+    def with_literal_steps(self, steps: Iterable[SourcedStep]) -> Iterator[SourcedStep]:
         """The steps of `walk_sources`, each after the rounding of its literals."""
         for step, times, source in steps:
             if id(step) in self.literal_steps:
@@ -315,7 +513,7 @@ class PairedRun(lanes.LaneRunner):
 
     def emulated_operands(self, step: EmulatedStep, seeds: LaneSeeds, args: list[ValuePair]) -> list[Any]:
         """The emulated values of operands; the operands that the plan marks are rounded."""
-        return lanes.map_shards(self.axes, partial(round_operands, step), seeds[0], [pair[0] for pair in args])
+        return map_shards(self.axes, partial(round_operands, step), seeds[0], [pair[0] for pair in args])
 
     def map_lanes(self, move: Callable[[Any], Any], value: ValuePair) -> ValuePair:
         """The pair with its numbers in another place."""
@@ -374,7 +572,7 @@ def step_spec_text(step: EmulatedStep) -> str:
     return "wide" if step.choice.wide else "carrier" if in_carrier else str(step.choice.spec)
 
 
-def walk_sources(plan: ProgramPlan, outer: str) -> Iterator[tuple[EmulatedStep, int, str]]:
+def walk_sources(plan: ProgramPlan, outer: str) -> Iterator[SourcedStep]:
     """The steps, the number of their runs, and their sources; `outer` is the source of the enclosing call."""
     sources: dict[int, str] = {}
     for step, around in plan.walk_within():

@@ -1,1 +1,0 @@
-"""An emulated program beside a reference."""
