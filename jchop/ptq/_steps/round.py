@@ -675,10 +675,9 @@ def _choose_codes(
     if isinstance(step, SignDescent):
         kept = matrix if mask is None else jnp.where(mask, matrix, 0)
         below, above = neighbours(kept, scales.with_elements(by_element))
-        if takes_above is None:
-            options = {"iterations": step.iterations, "rate": step.rate, "momentum": step.momentum}
-            takes_above, _ = sign_descent(matrix, gram, below[1], above[1], **options)
-        return jnp.where(takes_above, above[0], below[0])
+        options = {"iterations": step.iterations, "rate": step.rate, "momentum": step.momentum}
+        descent = partial(sign_descent, matrix, gram, below[1], above[1], **options)
+        return jnp.where(descent()[0] if takes_above is None else takes_above, above[0], below[0])
     assert order_and_factor is not None
     order, factor = order_and_factor
     sparsity = _sweep_sparsity(pruning) if mask is None else None
