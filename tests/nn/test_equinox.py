@@ -157,7 +157,8 @@ def rounding_with_data_gives_the_codes_of_the_plain_function() -> None:
     of_inputs = jc.nn.quantize(mlp(), RULE, "ptq", call=call, inputs=(X,))
     want = jc.nn.quantize(mlp(), RULE, "ptq", inputs=(X[0],))
     jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(of_inputs), jax.tree.leaves(want))
-    np.testing.assert_array_equal(jax.vmap(rounded)(X), jc.quantize_fn(call, RULE)(rounded, X))
+    low = jc.quantize_fn(call, RULE)
+    np.testing.assert_array_equal(jax.vmap(rounded)(X), low(low.pack(mlp(), batches=[X], steps=[jc.ptq.gptq()]), X))
 
     def plain(p: Any, x: Any) -> Any:
         return jax.nn.relu(x @ p["a"].T + p["c"]) @ p["b"].T
