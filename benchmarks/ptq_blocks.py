@@ -1,7 +1,6 @@
 """Reconstruction of blocks beside GPTQ, for weights of 2 and 3 bits: the perplexity of a transformer.
 
     python benchmarks/ptq_blocks.py [--steps 400] [--width 96] [--iterations 200]
-    python benchmarks/ptq_blocks.py --files FOLDER    # instead: the network of examples/real_weights.py
 
 The transformer is that of examples/perplexity.py. In the column "of blocks" each block is rounded as a function of its
 own, with inputs from the rounded blocks before it; "of the network" rounds the whole function at once.
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,35 +68,13 @@ def transformer(steps: int, width: int, iterations: int) -> None:
         print(f"| `{fmt}` | " + " | ".join(cells) + " |", flush=True)
 
 
-def convolution(folder: Path, iterations: int) -> None:
-    import real_weights
-
-    params, types = real_weights.weights()
-    x, _ = real_weights.files(folder, 10, types)
-    seen, x = x[::2], x[1::2]
-    exact = real_weights.in_batches(partial(jax.jit(real_weights.network), params), x)
-    print(f"{len(x)} files\n| weights | " + " | ".join(steps_of(1)) + " |", flush=True)
-    for fmt in FORMATS:
-        cells = []
-        for steps in steps_of(iterations).values():
-            low = jc.quantize_fn(real_weights.network, {"conv": fmt})
-            packed = low.pack(params, batches=[seen], steps=steps)
-            rounded = real_weights.in_batches(partial(jax.jit(low), packed), x)
-            cells.append(f"{real_weights.divergence(exact, rounded):.5f}")
-        print(f"| `{fmt}` | " + " | ".join(cells) + " |", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--width", type=int, default=96)
     parser.add_argument("--iterations", type=int, default=200)
-    parser.add_argument("--files", type=Path)
     given = parser.parse_args()
-    if given.files:
-        convolution(given.files, given.iterations)
-    else:
-        transformer(given.steps, given.width, given.iterations)
+    transformer(given.steps, given.width, given.iterations)
 
 
 if __name__ == "__main__":

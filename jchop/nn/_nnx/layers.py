@@ -222,7 +222,8 @@ def quantize_layers(
     layer_rules = nnx_layer_rules(model, rules)
     _check_nnx_rules_have_effect(rules, layer_rules)
     tied: PackedVariables = {}
-    held = Counter(id(v.get_raw_value()) for entry in module_entries(model) for v in entry.variables.values())
+    every = (v for entry in module_entries(model) for v in entry.variables.values()) if donate else ()
+    uses = Counter(id(v.get_raw_value()) for v in every)
     for entry, kind, _, matching_rule, effective_rule in layer_rules:
         rule = matching_rule if mode == "emulate" else effective_rule
         if rule is None or not rule.rounds:
@@ -243,8 +244,8 @@ def quantize_layers(
         for name, variable in entry.variables.items() if donate else ():
             array: Any = variable.get_raw_value()
             if getattr(layer, name, variable) is not variable:  # it is packed
-                held[id(array)] -= 1
-                if not held[id(array)]:
+                uses[id(array)] -= 1
+                if not uses[id(array)]:
                     array.delete()
 
 

@@ -116,9 +116,9 @@ def replace_nodes(model: Any, replacements: Mapping[int, Any]) -> Any:
 
 def delete_other_arrays(model: Any, other: Any) -> None:
     """Delete the arrays of parameters of a model that another model does not hold."""
-    held = {id(leaf) for leaf in jax.tree.leaves(nnx.state(other))}
+    others = {id(leaf) for leaf in jax.tree.leaves(nnx.state(other))}
     for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)):
-        if id(leaf) not in held:
+        if id(leaf) not in others:
             leaf.delete()
 
 

@@ -284,7 +284,8 @@ class BatchData:
         """
         no_backward = dict.fromkeys(("gradient", "input_gradient", "weight_gradient"))
         programs: dict[int, Any] = {}  # by the number of the batch
-        functions: dict[int, Any] = {}
+        functions: dict[int, Any] = {}  # the results in full precision, and the error with its slopes, by program
+        wanted: dict[int, list[Array]] = {}  # the results in full precision, by the number of the batch
 
         def error_and_slopes(index: int, batch: Any, numbers: Mapping[int, Array]) -> tuple[Array, dict[int, Array]]:
             program = programs[index] = programs.get(index) or self.program(batch)[0]
@@ -292,17 +293,19 @@ class BatchData:
                 roundings = program.runner.roundings.items()
                 low = QuantizedRunner({i: replace(how, codes=False, **no_backward) for i, how in roundings})
 
-                def error(numbers: Mapping[int, Array], fixed: Mapping[int, Array], values: list[Any]) -> Array:
-                    rounded = [numbers.get(i, fixed.get(i, value)) for i, value in enumerate(values)]
-                    runs = [interpret(*run) for run in (
-                        (QuantizedRunner({}), program.plan, self.keys, values), (low, program.plan, self.keys, rounded)
-                    )]  # fmt: skip
-                    pairs = ((a, b) for a, b in zip(*runs, strict=True) if jnp.issubdtype(a.dtype, jnp.inexact))
+                def error(numbers: Mapping[int, Array], values: list[Any], exact: list[Array]) -> Array:
+                    rounded = [numbers.get(i, value) for i, value in enumerate(values)]
+                    results = zip(exact, interpret(low, program.plan, self.keys, rounded), strict=True)
+                    pairs = ((a, b) for a, b in results if jnp.issubdtype(a.dtype, jnp.inexact))
                     return sum((jnp.square(jnp.abs(a - b)).sum() for a, b in pairs), jnp.zeros(()))
 
-                functions[id(program)] = jax.jit(jax.value_and_grad(error))
-            values = CallArguments(self.params, batch_arguments(batch), {}).values
-            return functions[id(program)](numbers, dict(fixed), [*map(_as_jax_leaf, values)])
+                full = jax.jit(partial(interpret, QuantizedRunner({}), program.plan, self.keys))
+                functions[id(program)] = full, jax.jit(jax.value_and_grad(error))
+            full, with_slopes = functions[id(program)]
+            values = [*map(_as_jax_leaf, CallArguments(self.params, batch_arguments(batch), {}).values)]
+            if index not in wanted:
+                wanted[index] = full(values)
+            return with_slopes(numbers, [fixed.get(i, value) for i, value in enumerate(values)], wanted[index])
 
         @jax.jit
         def choose(offsets: dict[int, Array]) -> tuple[dict[int, Array], dict[int, Array]]:
