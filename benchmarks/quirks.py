@@ -21,7 +21,7 @@ from jax import lax
 
 from jchop._common.bit_ops import CARRIERS
 from jchop._core.arithmetic.double_word import divisor_of
-from jchop._core.scaled.fitting import _quotient_of_difference
+from jchop._core.scaled.zero_points import _quotient_of_difference
 
 PAIRS = 5
 

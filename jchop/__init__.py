@@ -24,8 +24,9 @@ if _typing.TYPE_CHECKING:
     from jchop._emulate.emulate import EmulatedFunction, emulate
     from jchop._insight.compare import Comparison, compare
     from jchop._insight.probe import Probe, probe
-    from jchop._insight.reports.blame import Blame, WhatIf
+    from jchop._insight.reports.blame import Blame
     from jchop._insight.reports.digits import SignificantDigits, significant_digits
+    from jchop._insight.reports.gains import WhatIf
     from jchop._insight.tune import Tuning, tune
     from jchop._kernels.remat import save_codes
     from jchop._quantized.products.operand_layout import Hadamard
@@ -48,7 +49,8 @@ __getattr__, __dir__ = _on_demand(
         "jchop._serving.kv_cache": ("KVCache",),
         "jchop._insight.compare": ("Comparison", "compare"),
         "jchop._insight.probe": ("Probe", "probe"),
-        "jchop._insight.reports.blame": ("Blame", "WhatIf"),
+        "jchop._insight.reports.blame": ("Blame",),
+        "jchop._insight.reports.gains": ("WhatIf",),
         "jchop._insight.reports.digits": ("SignificantDigits", "significant_digits"),
         "jchop._kernels.remat": ("save_codes",),
         "jchop._emulate.emulate": ("EmulatedFunction", "emulate"),

@@ -31,7 +31,7 @@ from jchop._core.rounding.codes import (
 )
 from jchop._core.rounding.elements import round_to_spec
 from jchop._core.rounding.random_bits import STREAM_START, StreamOffset, words_like
-from jchop._core.scaled import codebook_elements, elements, fitting, grid_elements
+from jchop._core.scaled import codebook_elements, elements, fitting, grid_elements, zero_points
 from jchop._core.scaled.elements import (
     MOST_WITHOUT_BRANCH,
     BlockScales,
@@ -225,13 +225,13 @@ def _round_with_zero_points(x: Array, scales: BlockScales, zero: Array, plan: Sc
     """The elements as whole numbers of the work dtype."""
     if plan.encoding == "integers" and not _is_number(zero):
         return grid_elements.round_to_integers(x, scales, zero, plan, word)
-    return fitting.clamp_to_ends(fitting.round_with_zero_points(x, scales, zero, plan, word), plan)
+    return zero_points.clamp_to_ends(zero_points.round_with_zero_points(x, scales, zero, plan, word), plan)
 
 
 def _subtract_zero_points(values: Array, scales: BlockScales, zero: Array, plan: ScaledPlan) -> Array:
     """The numbers of elements with zero points."""
     if _is_number(zero):
-        return fitting.add_zero_points(values, scales, zero, plan)
+        return zero_points.add_zero_points(values, scales, zero, plan)
     values = values - zero.astype(values.dtype)
     if plan.decoding == "integers":
         return multiply_integers_of_groups(values, scales, plan)
@@ -378,8 +378,8 @@ def overflow_body(x: Array, *seeds_and_starts: Array, plan: ScaledPlan, place: S
     group_scales = _fit_groups(x, view, groups, replace(plan, corrected=None))
     if group_scales.zero is not None:
         return groups.back(
-            fitting.is_beyond_ends(
-                view, fitting.round_with_zero_points(view, group_scales.scales, group_scales.zero, plan, word), plan
+            zero_points.is_beyond_ends(
+                view, zero_points.round_with_zero_points(view, group_scales.scales, group_scales.zero, plan, word), plan
             )
         )
     overflows = partial(elements.quotient_overflow_mask, view, word=word)
@@ -446,7 +446,7 @@ def _fit_groups(
     whole = tensor_scale(elements.widen_16_bit(x, plan.carrier), plan) if plan.rule.tensor_scale else None
     tensor = None if whole is None else float_to_bits(whole)
     if fmt.zero_point:
-        fit = fitting.fit_offset if fmt.zero_point == "float" else fitting.fit_range
+        fit = zero_points.fit_offset if fmt.zero_point == "float" else zero_points.fit_range
         scales, zero = fit(view, groups.axes, plan)
     elif plan.rule.fit in fitting.SCALE_FITS:
         scales = fitting.SCALE_FITS[plan.rule.fit](view, groups.axes, plan, tensor)
@@ -472,7 +472,7 @@ def _fit_groups(
         if zero is None:
             return None
         zeros = groups.squeeze(zero)
-        return fitting.store_zero_points(zeros, plan) if fmt.zero_point == "float" else zeros
+        return zero_points.store_zero_points(zeros, plan) if fmt.zero_point == "float" else zeros
 
     if plan.of_scales is None:
         return _GroupScales(scales, zero, lambda: plan.backend.per_group((scale_arrays(), zero_array())), codes)
@@ -489,7 +489,7 @@ def _load_groups(arrays: Sequence[Array], groups: Groups, plan: ScaledPlan, deco
     scale_arrays, zeros = unflatten_scales(arrays, plan.fmt)
     zero = None if zeros is None else groups.expand(zeros)
     if zero is not None and plan.fmt.zero_point == "float":
-        zero = fitting.load_zero_points(zero, plan)
+        zero = zero_points.load_zero_points(zero, plan)
     scales = materialize_scales(_load_block_scales(scale_arrays, groups, plan), plan, decodes)
     return _GroupScales(scales, zero, lambda: (scale_arrays, zeros))
 

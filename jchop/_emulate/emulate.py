@@ -17,13 +17,14 @@ from jax.core import Tracer
 from jchop._common.on_demand import load_name
 from jchop._core.rounding.random_bits import seed_words
 from jchop._emulate import paired
+from jchop._emulate.rules.carrier_ops import round_with_draw
 from jchop._emulate.rules.interpret import EmulationRunner
 from jchop._emulate.rules.rules import Settings, make_settings
-from jchop._emulate.rules.run_task import round_with_draw
 from jchop._emulate.rules.trace import EmulatedProgram, ProgramCache, ProgramEntry, has_codes, trace_program
 from jchop._program.control import as_jax_value, with_weak_types
 from jchop._program.run import interpret
-from jchop._program.step import Seeds, user_line
+from jchop._program.seeds import Seeds
+from jchop._program.step import user_line
 from jchop._round.arguments import JCHOP_SCOPE, check_key, mark_results
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec, SpecLike
@@ -230,9 +231,9 @@ class EmulatedFunction:
     else:
         report = LazyMethod("jchop._insight.reports.report", "report")
         blame = LazyMethod("jchop._insight.reports.blame", "blame")
-        what_if = LazyMethod("jchop._insight.reports.blame", "what_if")
+        what_if = LazyMethod("jchop._insight.reports.gains", "what_if")
         native = LazyMethod("jchop._insight.native", "native")
-        ranges = LazyMethod("jchop._insight.reports.report", "ranges")
+        ranges = LazyMethod("jchop._insight.reports.lines", "ranges")
 
     def __init__(self, fun: Callable[..., Any], settings: Settings, key: Array | None) -> None:
         self.fun, self.settings, self.key = fun, settings, key

@@ -34,7 +34,8 @@ from jchop._program import lanes
 from jchop._program.control import as_jax_value, copy_if_reference, turns_around, where_active
 from jchop._program.lanes import LaneRunner, ShardAxes, bind_shards, broadcast_to_shards, map_shards
 from jchop._program.run import interpret
-from jchop._program.step import ProgramPlan, Seeds, is_library_file, is_reference, source_line_of
+from jchop._program.seeds import Seeds
+from jchop._program.step import ProgramPlan, is_library_file, is_reference, source_line_of
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec, SpecLike, as_spec
 from jchop.formats import FloatFormat, UniformFormat

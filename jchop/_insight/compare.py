@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from jchop._emulate.emulate import EmulatedFunction
-    from jchop._insight.reports.report import LinesComparison
+    from jchop._insight.reports.lines import LinesComparison
 
 _UNSCALED_FORMATS = ("bfloat16", "binary16", "float8_e4m3fn:saturate", "float8_e5m2:saturate", "int8")
 _CHANNEL_FORMATS = ("int8(channel=0)", "float8_e4m3fn(channel=0)")
@@ -202,7 +202,7 @@ def compare(
         fixed4.4           8     0.4         292       0.974         0   97.3 %        0    7.938
     """
     if callable(x):
-        from jchop._insight.reports.report import compare_lines
+        from jchop._insight.reports.lines import compare_lines
 
         return compare_lines(x, formats, args, key)
     if args:

@@ -29,7 +29,8 @@ from jchop._program.bind import bind
 from jchop._program.control import with_weak_types
 from jchop._program.repeats import with_turns
 from jchop._program.run import interpret
-from jchop._program.step import ProgramPlan, Seeds, user_line
+from jchop._program.seeds import Seeds
+from jchop._program.step import ProgramPlan, user_line
 from jchop._spec.spec import Spec, as_spec
 from jchop.formats.rounding import Rounding
 

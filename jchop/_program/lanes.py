@@ -16,7 +16,6 @@ from jax import Array, lax
 
 from jchop._program.bind import bind
 from jchop._program.control import (
-    STUCK,
     Interpret,
     ScanOrder,
     ScanTurn,
@@ -24,10 +23,11 @@ from jchop._program.control import (
     as_jax_value,
     deciding_places,
     manual_axes,
-    text_of_stop,
 )
 from jchop._program.run import Runner
-from jchop._program.step import ProgramStep, Seeds
+from jchop._program.seeds import Seeds
+from jchop._program.step import ProgramStep
+from jchop._program.stopped_loops import STUCK, text_of_stop
 
 # -- shards ------------------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,8 @@ from jchop._common.bit_ops import varying_axes
 from jchop._core.xla.cpu import is_short_float
 from jchop._program.control import as_jax_value, without_weak_types
 from jchop._program.jaxprs import same_constant, same_param, same_program
-from jchop._program.step import ProgramPlan, ProgramStep, Seeds
+from jchop._program.seeds import Seeds
+from jchop._program.step import ProgramPlan, ProgramStep
 
 #: The fewest equations that a loop must save, and that a turn must have: a turn of a loop costs about a microsecond.
 _LEAST_SAVING, _LEAST_TURN = 64, 16

@@ -14,8 +14,9 @@ from jax.extend.core import Literal
 from jax.interpreters import batching, mlir
 
 from jchop._program.bind import constant_of
-from jchop._program.control import COMPARISONS, CONTROL, Interpret, Loops, run_implementation
+from jchop._program.control import CONTROL, Interpret, Loops, run_implementation
 from jchop._program.step import BATCHED_CALLS, PLAIN_CALLS, ProgramPlan, ProgramStep, is_jchop_scope, jaxpr_of, scope_of
+from jchop._program.stopped_loops import COMPARISONS
 
 # -- plans -------------------------------------------------------------------------------------------------------------
 #

@@ -21,7 +21,7 @@ from jchop._emulate.rules.functions import FUNCTIONS, NamedFunction
 from jchop._emulate.rules.rules import ArithmeticChoice, Settings
 from jchop._emulate.rules.trace import trace_program
 from jchop._program.bind import straight_through
-from jchop._program.step import Seeds
+from jchop._program.seeds import Seeds
 from jchop._round.arguments import Array, Key, as_array, as_operands, carrier_of_dtype, rounding_key, run_on_operands
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.accumulation import MatmulSpec, as_matmul_spec

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from jchop._insight.reports.blame import Blame, BlameRow
-    from jchop._insight.reports.report import Ranges, Report, ReportRow
+    from jchop._insight.reports.lines import Ranges
+    from jchop._insight.reports.report import Report, ReportRow
 
 #: The rows of a blame with a bar of their own.
 _MOST_BLAME_BARS = 16

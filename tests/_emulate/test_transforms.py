@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jchop as jc
 from jchop._core.rounding.random_bits import seed_words
-from jchop._program.step import Seeds
+from jchop._program.seeds import Seeds
 
 further = Further()
 

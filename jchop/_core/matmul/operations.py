@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array, lax
 
 from jchop._common.bit_ops import CARRIERS, FLOAT32, Carrier, lax_where, low_mask, split_sign
-from jchop._core.arithmetic import basic, exact
+from jchop._core.arithmetic import basic, exact, hardware
 from jchop._core.arithmetic.double_word import square_root
 from jchop._core.matmul.aligned import require_aligned_order
 from jchop._core.matmul.matmul import matmul_body, spec_draws
@@ -255,7 +255,7 @@ _OPERAND_QUANTUM, _OPERAND_TOP, _CHECK_TOP = -63, 55, 45
 def gains_by_trial(spec: Spec) -> bool:
     """Whether trying makes a chain under a spec faster."""
     format_range = exact.range_of(spec, FLOAT32)
-    return basic.supports_scaling_sum(spec, FLOAT32) and basic.supports_scaling_product(
+    return hardware.supports_scaling_sum(spec, FLOAT32) and hardware.supports_scaling_product(
         spec, FLOAT32, format_range, format_range
     )
 

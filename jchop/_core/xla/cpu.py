@@ -10,7 +10,7 @@ a plain program:
 * `subnormals_read_as_zero`: Arithmetic and comparisons take a subnormal operand for zero, and give zero for a subnormal
   result.
   Workaround: Rounding is integer arithmetic on bits (`_core/rounding/`); exact arithmetic on float32 scales its
-  operands (`_core/arithmetic/basic.py`); `max` and `min` compare bits (`_core/matmul/operations.py`).
+  operands (`_core/arithmetic/hardware.py`); `max` and `min` compare bits (`_core/matmul/operations.py`).
 * `product_contracted_with_sum`: x s + y is one fused multiply-add, so the product is not rounded.
   Workaround: `prevent_fma`; arithmetic in which no inexact product meets a sum (`_core/arithmetic/`).
 * `conversion_pair_deleted`: A product in bfloat16 that is then converted to float32 is not rounded to bfloat16.
@@ -87,8 +87,8 @@ a plain program:
 * `long_fusion_compiled_for_minutes`: Long integer arithmetic that is fused with the operations before it is compiled
   for a minute or more.
   Workaround: Barriers between the stages (`_barrier_unless_nearest` in `_core/matmul/operations.py`,
-  `_scales_of_ranges` in `_core/scaled/fitting.py`). Places among nodes in memory (`interp` in `math/_elementwise.py`),
-  and the mean in a variance (`math/_reductions.py`).
+  `_scales_of_ranges` in `_core/scaled/zero_points.py`). Places among nodes in memory (`interp` in
+  `math/_elementwise.py`), and the mean in a variance (`math/_reductions.py`).
 * `known_results_computed_by_compiler`: The compiler computes results of constants alone, slowly.
   Workaround: A barrier before the first state is packed (`pack_by_plan` in `optim/_pack.py`).
 """

@@ -20,26 +20,20 @@ from jchop._common.bit_ops import in_auto_mesh, varying_axes
 from jchop._common.settings import always_jit
 from jchop._core.matmul import operations
 from jchop._core.xla.sizes import if_static
-from jchop._emulate.rules.accumulate import accumulate_in_order, run_complex, run_complex_sum, run_factorization
+from jchop._emulate.rules.accumulate import accumulate_in_order, run_complex, run_complex_sum
+from jchop._emulate.rules.carrier_ops import round_results, round_with_draw, run_draw, run_in_carrier, run_nextafter
 from jchop._emulate.rules.functions import arg_extremum_by_bits, extremum_by_bits
+from jchop._emulate.rules.linalg import run_factorization
 from jchop._emulate.rules.rules import EXACT, is_carrier_float, is_exact_under, is_narrow_float, spec_of_fact
-from jchop._emulate.rules.run_task import (
-    EmulatedStep,
-    Task,
-    power_draws,
-    round_results,
-    round_with_draw,
-    run_draw,
-    run_in_carrier,
-    run_nextafter,
-    run_task,
-)
+from jchop._emulate.rules.run_task import EmulatedStep, Task, power_draws, run_task
 from jchop._kernels.operation import MIN_CHAIN_ELEMENTS_TO_TRY, chain_op
 from jchop._program.bind import bind, constant_of, straight_through
-from jchop._program.control import WhileParts, as_jax_value, source_of_condition, warn_at_condition
+from jchop._program.control import WhileParts, as_jax_value
 from jchop._program.repeats import Turns, run_turns, with_turns
 from jchop._program.run import Runner, interpret
-from jchop._program.step import REMAT_CALLS, ProgramPlan, Seeds, is_reference
+from jchop._program.seeds import Seeds
+from jchop._program.step import REMAT_CALLS, ProgramPlan, is_reference
+from jchop._program.stopped_loops import source_of_condition, warn_at_condition
 from jchop._round.arguments import JCHOP_RESULT
 from jchop._spec.spec import Spec
 

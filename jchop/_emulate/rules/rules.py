@@ -203,7 +203,7 @@ _ACCUMULATING = """
     reduce_sum reduce_prod cumsum cumprod dot_general conv_general_dilated reduce_window_sum scatter-add scatter-mul
     scatter-sub
 """
-#: Matrix algorithms of `_emulate/rules/accumulate.py`, every operation rounded.
+#: Matrix algorithms of `_emulate/rules/linalg.py`, every operation rounded.
 _MATRIX_ALGORITHMS = "triangular_solve cholesky lu qr"
 #: Primitives with a rule for complex operands or results: real operations on the parts.
 COMPLEX_OPS = frozenset(["add", "add_any", "sub", "mul", "square", "neg", "conj", "real", "imag", "complex"])

@@ -21,7 +21,8 @@ from jchop._program.closures import reachable_objects, same_objects
 from jchop._program.control import as_jax_value
 from jchop._program.jaxprs import Widening, same_program, widest_carrier, with_own_constants
 from jchop._program.run import variables_outside_jchop
-from jchop._program.step import ProgramPlan, Seeds, equations_of, jaxpr_of, source_line_of
+from jchop._program.seeds import Seeds
+from jchop._program.step import ProgramPlan, equations_of, jaxpr_of, source_line_of
 from jchop._round.arguments import is_torch_tensor
 from jchop._spec.accumulation import MatmulSpec
 from jchop._storage import QArray

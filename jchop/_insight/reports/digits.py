@@ -26,7 +26,7 @@ from jchop._emulate.rules.rules import EXACT, Settings, is_carrier_float, make_s
 from jchop._emulate.rules.run_task import EmulatedStep
 from jchop._emulate.rules.trace import EmulatedProgram, trace_program
 from jchop._insight.reports.report import PlacedRow, refuse_tracers, unbind_method
-from jchop._program.control import COMPARISONS, as_jax_value, copy_if_reference, where_active
+from jchop._program.control import as_jax_value, copy_if_reference, where_active
 from jchop._program.lanes import (
     LaneRunner,
     align_shard_axes,
@@ -37,7 +37,9 @@ from jchop._program.lanes import (
     with_vmap_collective,
 )
 from jchop._program.run import interpret
-from jchop._program.step import ProgramPlan, Seeds, user_line
+from jchop._program.seeds import Seeds
+from jchop._program.step import ProgramPlan, user_line
+from jchop._program.stopped_loops import COMPARISONS
 from jchop._round.arguments import check_key
 from jchop._spec.spec import SpecLike
 from jchop.formats import FloatFormat

@@ -24,7 +24,8 @@ from jax import Array, lax
 
 from jchop._common.bit_ops import FLOAT64
 from jchop._core.elementary.functions import supports_function
-from jchop._emulate.rules.accumulate import accumulate_in_order, map_matrices
+from jchop._emulate.rules.accumulate import accumulate_in_order
+from jchop._emulate.rules.linalg import map_matrices
 from jchop._emulate.rules.rules import CARRIER_DTYPES, ArithmeticChoice
 from jchop._emulate.rules.run_task import EmulatedStep
 from jchop._kernels.primitive import make_op

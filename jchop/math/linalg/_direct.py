@@ -21,8 +21,8 @@ from jchop._common.settings import always_jit, split_prng_key
 from jchop._core.matmul.operations import check_operation, spec_draws, widen_operand
 from jchop._core.rounding.grid import require_carrier
 from jchop._core.rounding.random_bits import seed_words
-from jchop._emulate.rules import accumulate
-from jchop._emulate.rules.accumulate import SpecArithmetic, factor_cholesky, solve_with_factors, substitute_triangular
+from jchop._emulate.rules import linalg
+from jchop._emulate.rules.linalg import SpecArithmetic, factor_cholesky, solve_with_factors, substitute_triangular
 from jchop._round.arguments import Key, as_array, as_operands, carrier_of_dtype, rounding_key, run_on_operands
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Gradient, Spec, SpecLike, as_spec
@@ -220,7 +220,7 @@ def lu(a: Any, spec: SpecLike, key: Key = None) -> Any:
 
 
 def _lu_factors(arithmetic: SpecArithmetic, a: Array) -> tuple[Array, Array]:
-    return accumulate.factor_lu(arithmetic, a)[:2]
+    return linalg.factor_lu(arithmetic, a)[:2]
 
 
 def lu_solve(factors: tuple[Any, Any], b: Any, spec: SpecLike, key: Key = None) -> Any:
@@ -322,4 +322,4 @@ def qr(a: Any, spec: SpecLike, key: Key = None) -> Any:
     a = as_array("a", a)
     if a.ndim < 2 or a.shape[-2] < a.shape[-1]:
         raise ValueError(f"a has shape {tuple(a.shape)}; it must be (..., m, n) with m >= n")
-    return evaluate_systems(accumulate.factor_qr, "a", (a,), (2,), {"spec": spec}, key)
+    return evaluate_systems(linalg.factor_qr, "a", (a,), (2,), {"spec": spec}, key)

@@ -18,8 +18,8 @@ from jax.extend.core import Literal as JaxprLiteral
 from jchop._common.bit_ops import CARRIERS, enable_x64_for
 from jchop._common.checks import call_hint, check, check_choice, check_int
 from jchop._core.matmul.operations import operation_carrier
-from jchop._emulate.rules.accumulate import SpecArithmetic, factor_lu, solve_with_factors, substitute_triangular
 from jchop._emulate.rules.functions import carrier_frexp
+from jchop._emulate.rules.linalg import SpecArithmetic, factor_lu, solve_with_factors, substitute_triangular
 from jchop._round.arguments import Key, as_array, as_operands, has_tracer
 from jchop._spec.spec import SpecLike
 from jchop.math.linalg._direct import StaticPartial, evaluate_systems, matrix_order, right_side_axes

@@ -22,7 +22,6 @@ from jax import lax
 import jchop as jc
 from jchop._common.bit_ops import CARRIERS, Carrier
 from jchop._core.arithmetic import basic, double_word
-from jchop._core.arithmetic.basic import round_by_adding
 from jchop._core.arithmetic.double_word import square_root
 from jchop._core.arithmetic.exact import (
     ValueRange,
@@ -32,6 +31,7 @@ from jchop._core.arithmetic.exact import (
     require_operation,
     sum_range,
 )
+from jchop._core.arithmetic.hardware import round_by_adding
 from jchop._core.rounding.elements import round_to_spec
 
 further = Further()

@@ -13,8 +13,8 @@ import pytest
 
 import jchop as jc
 from jchop._common.bit_ops import CARRIERS
-from jchop._core.arithmetic.basic import adds_to_round, round_by_adding
 from jchop._core.arithmetic.exact import ValueRange, carrier_range
+from jchop._core.arithmetic.hardware import adds_to_round, round_by_adding
 
 ROWS = [
     ("binary16", oracle.ieee(5, 10), "float32", "ieee"),

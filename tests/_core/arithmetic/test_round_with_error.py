@@ -14,8 +14,8 @@ from oracle import Special
 
 import jchop as jc
 from jchop._common.bit_ops import CARRIERS
-from jchop._core.arithmetic.basic import has_constant_drop, word_surplus_bits
 from jchop._core.arithmetic.exact import range_of
+from jchop._core.arithmetic.hardware import has_constant_drop, word_surplus_bits
 from jchop._core.matmul.operations import round_operation
 
 MODES = ("nearest_even", "nearest_away", "down", "odd", "stochastic", "stochastic_b", "stochastic_equal")

@@ -20,7 +20,7 @@ from oracle import Special, Value
 
 import jchop as jc
 from jchop._common.bit_ops import CARRIERS
-from jchop._core.arithmetic import basic, double_word
+from jchop._core.arithmetic import basic, double_word, hardware
 from jchop._core.arithmetic.exact import ValueRange, carrier_range, range_of, round_exact
 from jchop._core.matmul import operations
 from jchop._core.matmul.operations import (
@@ -159,11 +159,14 @@ def test_full_range_is_what_integers_give(text: str, own: bool, rng: np.random.G
         out = []
         for spec in specs:
             zero = carrier.sign_bit if spec is not None and spec.rounding.value == "down" else 0
-            assert basic.supports_scaling_sum(spec, carrier)
-            got, exact = (basic.add_by_scaling(x, y, spec, word, r, r), double_word.add_exactly(x, y, carrier, zero))
+            assert hardware.supports_scaling_sum(spec, carrier)
+            got, exact = (hardware.add_by_scaling(x, y, spec, word, r, r), double_word.add_exactly(x, y, carrier, zero))
             out.append((f"add, {spec}", got, round_exact(exact, spec, carrier, word)))
-            if basic.supports_scaling_product(spec, carrier, r, r):
-                got, exact = (basic.multiply_by_scaling(x, y, spec, word), double_word.multiply_exactly(x, y, carrier))
+            if hardware.supports_scaling_product(spec, carrier, r, r):
+                got, exact = (
+                    hardware.multiply_by_scaling(x, y, spec, word),
+                    double_word.multiply_exactly(x, y, carrier),
+                )
                 out.append((f"multiply, {spec}", got, round_exact(exact, spec, carrier, word)))
         names.extend(name for name, _, _ in out)
         return [values for _, *values in out]

@@ -21,7 +21,7 @@ from jchop._common import bit_ops
 from jchop._common.bit_ops import CARRIERS
 from jchop._core import scaled_bodies
 from jchop._core.rounding.codes import decode_elements, encode_elements, extend_exponent
-from jchop._core.scaled import codebook_elements, elements, fitting, grid_elements, groups
+from jchop._core.scaled import codebook_elements, elements, grid_elements, groups, zero_points
 from jchop._core.scaled.elements import SAFE_EXPONENT, BlockScales, ScaledPlan, are_in_safe_range, make_scaled_plan
 from jchop._core.xla.backend import PORTABLE
 from jchop._spec.spec import Spec
@@ -116,7 +116,8 @@ def check_zero_points(bits: int, modes: tuple[str, ...], rows: int, seed: int) -
         known = [replace(plan, in_safe_range=moderate) for plan in plans]
         fast = [grid_elements.round_to_integers(x, scales, zero, plan, words).astype(jnp.int32) for plan in known]
         exact = [
-            fitting.clamp_to_ends(fitting.round_with_zero_points(x, scales, zero, plan, words), plan) for plan in plans
+            zero_points.clamp_to_ends(zero_points.round_with_zero_points(x, scales, zero, plan, words), plan)
+            for plan in plans
         ]
         return list(zip(fast, exact, strict=True))
 

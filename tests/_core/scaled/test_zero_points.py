@@ -12,7 +12,7 @@ import oracle
 import jchop as jc
 from jchop._common.bit_ops import CARRIERS
 from jchop._core.arithmetic.double_word import divisor_of
-from jchop._core.scaled.fitting import _quotient_of_difference
+from jchop._core.scaled.zero_points import _quotient_of_difference
 
 COUNT, NAME = 600, "float32"
 
