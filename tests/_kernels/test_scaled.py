@@ -205,7 +205,7 @@ LENGTHS = [
     ("gpu", "quantize_blocks", "e3m2fn", 20, -1, (20, 9, 60)),  # the last tile overlaps another
     ("gpu", "round_blocks", "e4m3fn", 12, -2, (48, 132)),
     ("gpu", "quantize_blocks", "e3m2fn", 20, -3, (40, 20, 8)),
-    ("gpu", "quantize_blocks", "e5m2", 7, -1, (131, 7)),  # a thread has a block
+    ("gpu", "quantize_blocks", "e5m2", 6, -1, (131, 6)),  # a thread has a block
     ("tpu", "quantize_blocks", "e3m2fn", 256, -1, (2, 3, 60)),
     ("tpu", "round_blocks", "e4m3fn", 96, -2, (150, 33)),
     ("tpu", "quantize_blocks", "e3m2fn", 256, -3, (40, 3, 8)),
@@ -284,7 +284,7 @@ UNDER_ANY = [
     ("int8(channel=(0,1),narrow=true)", "float16", (2, 64, 36)),
     ("int4(group=all)", "float32", (5, 2048)),
     ("e4m3fn(group=all)", "bfloat16", (3, 4096)),
-    ("e5m2(group=all)", "float32", (2, 70, 5)),
+    ("e5m2(group=all)", "float32", (2, 70, 6)),
     ("e3m2fn(group=all)", "float32", (3, 50, 20)),
     ("e4m3fn(group=16)", "float32", (14, 80)),
     ("int4(group=128,scale=bfloat16)", "bfloat16", (24, 384)),
