@@ -11,8 +11,8 @@ import jax
 def compiled(fun: Callable[..., Any]) -> Callable[..., Any]:
     """`fun` under jit, its code as XLA makes it but left as it is by LLVM. For kernels that are interpreted.
 
-    The bodies that they are compared with run as they do for users elsewhere. From JAX 0.12 on, code that is left so
-    moves bfloat16 numbers about as float32, and subnormal ones become zero on the way.
+    The bodies that they are compared with run as they do for users elsewhere. Code that is left so may move bfloat16
+    numbers as float32, of which subnormal ones become zero; from JAX 0.12 on it always does.
     """
     if jax.__version_info__ >= (0, 12):
         return jax.jit(fun)

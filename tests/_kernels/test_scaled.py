@@ -82,7 +82,7 @@ def check(platform: str, operation: str, spec: Spec, dtype: str, shape: tuple[in
         drawn, place = operands(spec, start)
         plan = plan_of(spec, dtype)
 
-        @compiled
+        @(jax.jit if dtype == "bfloat16" else compiled)  # subnormal numbers are kept
         def both(x: Array, *drawn: Array) -> tuple[Any, Any]:
             tensor = tensor_scale(reference.widen_16_bit(x, plan.carrier), plan) if plan.rule.tensor_scale else None
             words = scaled.kernel_words(tensor, drawn, place)
@@ -292,7 +292,7 @@ UNDER_ANY = [
     ("e2m1fn(group=16,axis=0)", "bfloat16", (32, 160)),
     ("nvfp4", "bfloat16", (18, 80)),
     ("int8(group=32,scale=e8m0fnu)", "float32", (35, 64)),
-    ("mxfp8_e4m3(group=all)", "float32", (131, 100)),
+    ("mxfp8_e4m3(group=all)", "float32", (131, 40)),
     ("mxfp4(group=64)", "float32", (3, 11, 128)),
 ]
 
