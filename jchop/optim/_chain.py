@@ -274,7 +274,7 @@ def compensate(
             return base.update_to_target(p, target), base.finite_or(new_error.astype(error.dtype), error)
 
         following, pairs = base.map_with_keys(leaf, state.key, updates, params, state.lost)
-        outputs, errors = jax.tree.transpose(jax.tree.structure(updates), jax.tree.structure((0, 0)), pairs)
+        outputs, errors = base.split_pairs(updates, pairs)
         return outputs, CompensationState(errors, following)
 
     return base.make_link(init, update, needs_params=True)
@@ -412,7 +412,7 @@ def low_precision(
         origin = params if state.accumulator is None else state.accumulator
         inner_updates, inner_state = inner.update(gradients, state.inner_state, origin, **extra)
         _, pairs = base.map_with_keys(advance, keys[1], origin, inner_updates, params)
-        masters, targets = jax.tree.transpose(jax.tree.structure(params), jax.tree.structure((0, 0)), pairs)
+        masters, targets = base.split_pairs(params, pairs)
         if to_momentum is not None:
             inner_state = _round_moments(inner, keys[2], inner_state, to_momentum)
         new_accumulator = None if state.accumulator is None else masters

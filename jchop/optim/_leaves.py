@@ -191,6 +191,13 @@ def map_with_keys(
     return following, structure.unflatten(results)
 
 
+def split_pairs(tree: Any, pairs: Any) -> tuple[Any, Any]:
+    """The first and the second of the pairs in the places of the leaves of a tree, which may be empty."""
+    structure = jax.tree.structure(tree)
+    leaves = structure.flatten_up_to(pairs)
+    return structure.unflatten(first for first, _ in leaves), structure.unflatten(second for _, second in leaves)
+
+
 def round_leaf(key: Array | None, x: Any, spec: Spec) -> Array:
     """`x` rounded to `spec`."""
     return round_to_format(jnp.asarray(x), spec, key)

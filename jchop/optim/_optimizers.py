@@ -83,7 +83,10 @@ def _packed(
 
     def with_name_of(described: Callable[[], None]) -> _PackedOptimizer:
         def preset(*args: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
-            bound = signature.bind(*args, **options)
+            try:
+                bound = signature.bind(*args, **options)
+            except TypeError as error:  # Python names no function here
+                raise TypeError(f"{described.__name__}() {error}") from None
             bound.apply_defaults()
             packing = {p.name: bound.arguments.pop(p.name) for p in own}
             for name, value in bound.arguments.items():

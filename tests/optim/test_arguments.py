@@ -49,6 +49,20 @@ def test_a_named_optimizer_takes_the_arguments_of_optax() -> None:
             assert found[argument].default == wanted, (name, argument)
 
 
+def test_an_unknown_argument_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=re.escape("adamw8bit() got an unexpected keyword argument 'spec'")):
+        optim.adamw8bit(1e-3, spec="int8")
+
+
+@pytest.mark.parametrize("wrap", [*(getattr(optim, name) for name in NAMED),
+                                  lambda rate: optim.low_precision(optax.adam(rate), weight="bfloat16"),
+                                  lambda rate: optim.skip_nonfinite(optax.adam(rate))])  # fmt: skip
+def test_a_tree_without_arrays_is_updated(wrap: Any) -> None:
+    tx = wrap(1e-3)
+    updates, _ = tx.update({}, tx.init({}), {})
+    assert updates == {}
+
+
 def test_a_wrapper_takes_its_transformation_as_those_of_optax_do() -> None:
     theirs = next(iter(inspect.signature(optax.masked).parameters))
     for name in ("quantize_state", "skip_nonfinite", "dynamic_loss_scale", "low_precision", "offload_state"):
