@@ -72,6 +72,8 @@ __getattr__, __dir__ = _on_demand(
         "Format": "jchop.formats.FloatFormat(exp_bits, frac_bits)",
         "parse": "jchop.Spec(text)",
         "blame": "jchop.emulate(fun, spec).blame(*args)",
+        "report": "jchop.emulate(fun, spec).report(*args)",
+        "matmul": "jchop.math.matmul(x, y, spec)",
         "save_safetensors": "jchop.save(path, tree)",
         "load_safetensors": "jchop.load(path) or jchop.load(path, like=tree)",
         "dequantize_params": "jchop.dequantize(params)",

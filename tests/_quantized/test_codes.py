@@ -190,6 +190,8 @@ def test_stored_products_refuse() -> None:
     q = jc.quantize(w, "int8(group=all,axis=0)")
     with pytest.raises(TypeError, match="one of them must be a QArray"):
         jc.dot(x, w)
+    with pytest.raises(TypeError, match=r"x=\[\[1.0, .* must be a QArray or an array"):
+        jc.dot([[1.0] * 32], q)
     with pytest.raises(ValueError, match=r"w: the groups of .* are no blocks along the sum"):
         jc.dot(x, jc.quantize(w, "int8(group=all)"))
     with pytest.raises(ValueError, match="or are no numbers of float32"), jax.enable_x64(True):

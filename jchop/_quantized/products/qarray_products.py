@@ -19,7 +19,7 @@ from jchop._quantized.products.operand_layout import OperandLayout
 from jchop._quantized.products.product import DotProduct, RaggedProduct
 from jchop._round.arguments import JCHOP_SCOPE, mark_results
 from jchop._storage import QArray, dequantize
-from jchop._storage._array import refuse_qarray_dicts
+from jchop._storage._array import check_qarray
 from jchop._storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, axis_groupings
 from jchop._storage._codes import batch_axes, spec_of_part
 
@@ -46,8 +46,8 @@ def dot(x: Any, w: Any, *, dtype: Any = None) -> Array:
         >>> jc.dot(x, w)
         Array([[382.98425, 133.98425]], dtype=float32)
     """
+    _check_qarrays(x, w)
     for name, value, least in (("x", x, 1), ("w", w, 2)):
-        refuse_qarray_dicts(name, value)
         if value.ndim < least or (name == "w" and value.ndim > least):
             raise ValueError(f"{name} has shape {tuple(value.shape)}; x must be (..., k) and w (k, n)")
     letters = "abcdefghij"[: x.ndim - 1]
@@ -130,11 +130,11 @@ def ragged_dot(x: Any, w: Any, group_sizes: Any, *, dtype: Any = None) -> Array:
 
 
 def _check_qarrays(x: Any, w: Any) -> None:
-    refuse_qarray_dicts("x", x)
-    refuse_qarray_dicts("w", w)
+    for name, value in (("x", x), ("w", w)):
+        if not hasattr(value, "ndim"):
+            check_qarray(name, value, what="QArray or an array")
     if not isinstance(x, QArray) and not isinstance(w, QArray):
-        kinds = f"x is a {type(x).__name__} and w a {type(w).__name__}"
-        raise TypeError(f"{kinds}; one of them must be a QArray; jchop.math.dot takes floats")
+        raise TypeError("x and w are arrays; one of them must be a QArray; jchop.math.dot takes floats")
 
 
 def _qarray_product(
