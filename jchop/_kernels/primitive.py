@@ -346,7 +346,7 @@ def _make_coder(coder_of: Any, avals: Any, *, impl: str, vmaps: _VmapAxes, stati
     """The two halves of an operation under vmaps; None if it has none."""
     coder = coder_of and coder_of(*_innermost_avals(avals, vmaps), impl=impl, **dict(static))
     for axes in vmaps if coder else ():
-        coder = jax.vmap(coder[0], in_axes=axes), jax.vmap(coder[1])
+        coder = jax.vmap(coder[0], in_axes=axes), jax.vmap(coder[1]), coder[2]
     return coder
 
 

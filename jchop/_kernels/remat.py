@@ -19,8 +19,9 @@ from jchop._common.settings import always_jit
 #: The name of codes and scales for policies.
 CODES_NAME = "jchop_codes"
 
-#: Functions from the operands of an operation to its codes and scales, and from these to its results.
-Coder = tuple[Callable[..., Sequence[Any]], Callable[..., Any]]
+#: Functions from the operands of an operation to its codes and scales, and from these to its results, after so many
+#: first operands.
+Coder = tuple[Callable[..., Sequence[Any]], Callable[..., Any], int]
 
 
 def save_codes(primitive: Any, *avals: Any, **params: Any) -> Any:
@@ -64,10 +65,10 @@ def save_codes_of(primitive: Primitive, make_coder: Callable[..., Coder | None])
     """
 
     def leave_codes(saveable: Any, there: Any, eqn: JaxprEqn) -> tuple | None:
-        del saveable, there
+        del saveable
         stores = eqn.primitive.stores  # type: ignore[attr-defined]
         coder = _coder_of_bytes(eqn) if stores else make_coder([atom.aval for atom in eqn.invars], **eqn.params)
-        return coder and _leave_codes(*coder, eqn)
+        return coder and _leave_codes(*coder, there, eqn)
 
     _define_residuals(primitive, leave_codes)
 
@@ -109,18 +110,20 @@ def _coder_of_bytes(eqn: JaxprEqn) -> Coder:
             for out, dtype in zip(eqn.primitive.bind(*operands, **eqn.params), dtypes, strict=True)
         ]
 
-    return encode, lambda *codes: [lax.bitcast_convert_type(*pair) for pair in zip(codes, dtypes, strict=True)]
+    return encode, lambda *codes: [lax.bitcast_convert_type(*pair) for pair in zip(codes, dtypes, strict=True)], 0
 
 
-def _leave_codes(encode: Callable[..., Sequence[Any]], decode: Callable[..., Any], eqn: JaxprEqn) -> tuple:
+def _leave_codes(
+    encode: Callable[..., Sequence[Any]], decode: Callable[..., Any], reads: int, there: Sequence[bool], eqn: JaxprEqn
+) -> tuple:
     """An operation in two parts: the known one gives its codes, too, and the other one decodes these."""
 
-    def numbers_of_codes(*codes: Any) -> list[Any]:
-        return jax.tree.leaves(decode(*codes))
+    def numbers_of_codes(*operands_and_codes: Any) -> list[Any]:
+        return jax.tree.leaves(decode(*operands_and_codes))
 
     def round_to_codes(*operands: Any) -> list[Any]:
         codes = encode(*operands)
-        return [*numbers_of_codes(*codes), *codes]
+        return [*numbers_of_codes(*operands[:reads], *codes), *codes]
 
     def refuse(*_: Any) -> Any:
         raise NotImplementedError("jchop.save_codes keeps no second derivative: leave out policy= of jax.checkpoint")
@@ -128,11 +131,11 @@ def _leave_codes(encode: Callable[..., Sequence[Any]], decode: Callable[..., Any
     with eqn.ctx.manager, jax.enable_x64(eqn.params["wide"] or jax.config.jax_enable_x64):  # type: ignore[attr-defined]
         known = _call_of(lambda *operands: with_rule(round_to_codes, operands, refuse), eqn.invars)
         codes = [Var(var.aval) for var in known.outvars[len(eqn.outvars) :]]
-        later = _call_of(numbers_of_codes, codes)
+        later = _call_of(numbers_of_codes, [*eqn.invars[:reads], *codes])
     known = known.replace(invars=eqn.invars, outvars=[*eqn.outvars, *codes], source_info=eqn.source_info)
-    later = later.replace(invars=[*codes], outvars=eqn.outvars, source_info=eqn.source_info)
-    outs = len(eqn.outvars)
-    return known, later, [False] * outs, [True] * outs, codes
+    later = later.replace(invars=[*eqn.invars[:reads], *codes], outvars=eqn.outvars, source_info=eqn.source_info)
+    outs, needed = len(eqn.outvars), [x for x, known in zip(eqn.invars[:reads], there, strict=False) if not known]
+    return known, later, [False] * outs, [True] * outs, [*codes, *needed]
 
 
 def _call_of(fun: Callable[..., Any], atoms: Sequence[Any]) -> JaxprEqn:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.errors import InconclusiveDimensionOperation
 
-from jchop._common.bit_ops import CARRIERS, axes_cut_by_sharding, fit_sharding, gather_axes, has_sharding
+from jchop._common.bit_ops import CARRIERS, axes_cut_by_sharding, fit_sharding, gather_axes, has_sharding, reshard_like
 from jchop._common.checks import check
 from jchop._core.rounding.codebooks import refuse_table
 from jchop._core.rounding.codes import decode_elements, encode_elements, packed_size
@@ -28,6 +28,7 @@ from jchop._core.scaled_bodies import (
     ScaleArrays,
     dequantize_body,
     flatten_scales,
+    nan_of,
     overflow_body,
     quantize_body,
     round_body,
@@ -78,7 +79,7 @@ def _element_coder(x: Any, *_: Any, impl: str, spec: Spec, **static: Any) -> Cod
     def encode(x: Array, *seeds_and_starts: Array) -> tuple[Array]:
         return (encode_elements(_round_elements(x, *seeds_and_starts, spec=spec, **static), fmt, carrier),)
 
-    return encode, partial(decode_elements, fmt=fmt, carrier=carrier)
+    return encode, partial(decode_elements, fmt=fmt, carrier=carrier), 0
 
 
 round_op = make_op("jchop_round", _round_elements, like_first=True, coder_of=_element_coder)
@@ -108,12 +109,13 @@ def _kernel_on(platform: str, *, quantizes: bool, profitable: Callable[..., bool
         given: int = 0,
         place: StreamOffset = STREAM_START,
         as_dtype: Any = "uint8",
+        keep_nan: bool = False,
     ) -> Any:
         """The results of `round_body` or `quantize_body`; the kernel fits the scales."""
         tensor = tensor_scale(widen_16_bit(x, plan.carrier), plan) if plan.rule.tensor_scale else None
         out = run(x, kernel_words(tensor, seeds_and_starts, place), plan=plan)
         if not quantizes:
-            return out
+            return nan_of(x, out) if keep_nan else out
         codes, scales = out
         return lax.bitcast_convert_type(codes, as_dtype), scales, *(() if tensor is None else (tensor,))
 
@@ -145,6 +147,7 @@ def refuse_blocks(
     given: int = 0,
     place: StreamOffset = STREAM_START,
     as_dtype: Any = "uint8",
+    **_: Any,
 ) -> str | None:
     """The reason why the kernel of a platform, "tpu" or "gpu", does not take blocks of these arguments, or None."""
     problem = ScaledBlocksProblem.of(x, plan)
@@ -245,11 +248,12 @@ def _types_of_quantized(
     return (*(() if as_dtype is None else (jax.ShapeDtypeStruct(codes.shape, as_dtype),)), *own)
 
 
-def _scaled_coder(x: Any, *_: Any, impl: str, plan: ScaledPlan, **static: Any) -> Coder | None:
+def _scaled_coder(x: Any, *_: Any, impl: str, plan: ScaledPlan, keep_nan: bool = False, **static: Any) -> Coder | None:
     if plan.fmt.bits > 8:
         return None
     encode = partial(quantize_scaled_op, impl="xla" if impl == "xla" else "auto", plan=plan, **static)
-    return encode, partial(dequantize_scaled_op, plan=plan, shape=x.shape)
+    decode = partial(dequantize_scaled_op, plan=plan, shape=x.shape)
+    return (encode, lambda x, *codes: nan_of(x, decode(*codes)), 1) if keep_nan else (encode, decode, 0)
 
 
 round_scaled_op = make_op(
@@ -360,7 +364,12 @@ def _zeros_of_shapes(shapes: Any) -> Any:
 
 
 def round_scaled(
-    x: Array, *seeds_and_starts: Array, spec: Spec, place: StreamOffset = STREAM_START, impl: str = "auto"
+    x: Array,
+    *seeds_and_starts: Array,
+    spec: Spec,
+    place: StreamOffset = STREAM_START,
+    impl: str = "auto",
+    keep_nan: bool = False,
 ) -> Array:
     """`x` rounded to a scaled format: `dequantize_scaled` of `quantize_scaled`, bit for bit.
 
@@ -370,14 +379,16 @@ def round_scaled(
         spec: a spec of a scaled format that `require_scaled_plan` accepts.
         place: the position of `x` in the random stream.
         impl: "auto", "xla" or "pallas".
+        keep_nan: whether NaN stays NaN where elements have no code for it.
     """
     if 0 in x.shape:
         return x
-    result, mask = _run_on_dense(partial(round_scaled_op, impl=impl), x, seeds_and_starts, spec, place)
+    keeps = {"keep_nan": True} if keep_nan and not spec.element.has_nan else {}
+    result, mask = _run_on_dense(partial(round_scaled_op, impl=impl, **keeps), x, seeds_and_starts, spec, place)
     if mask is None:
         return result
-    result = jnp.where(mask, result, 0)
-    return jax.sharding.reshard(result, jax.typeof(x).sharding) if has_sharding(x) else result
+    result = reshard_like(jnp.where(mask, result, 0), x)
+    return nan_of(x, result) if keeps else result
 
 
 def scaled_overflow(x: Array, *seeds_and_starts: Array, spec: Spec, place: StreamOffset = STREAM_START) -> Array:

@@ -169,6 +169,14 @@ def random_bits(key: Array, shape: Any, *, width: int = 32, offset: Any = 0) -> 
     return draw_words(seed_words(key), shape, place, starts, width)
 
 
+def round_keeping_nan(x: Array, spec: Spec, key: Key = None, gradient_key: Key = None) -> Array:
+    """`round_to_format` of an array, with its NaN also where the elements of a scaled format have no code for it.
+
+    They give their largest value for it, so a model would hide that it has diverged.
+    """
+    return _round_array(x, _RoundOptions(spec, "auto", False, keep_nan=True), key, 0, gradient_key)
+
+
 # -- static arguments --------------------------------------------------------------------------------------------------
 
 
@@ -179,6 +187,7 @@ class _RoundOptions:
     spec: Spec
     impl: str
     hardware: bool  # random bits of the device's own generator
+    keep_nan: bool = False  # also where the elements of a scaled format have no code for it
 
 
 def _round_options(spec: Spec, impl: str, generator: str, offset: Any) -> _RoundOptions:
@@ -255,7 +264,8 @@ def _round_with_keys(
 
 @partial(CustomJvp, nondiff_argnums=(0, 1))
 def _round_with_gradient(options: _RoundOptions, place: StreamOffset, x: Array, seeds: tuple, starts: tuple) -> Array:
-    op = round_with_hardware_bits_op if options.hardware else round_op if options.spec.scaled is None else round_scaled
+    op = round_with_hardware_bits_op if options.hardware else round_op
+    op = op if options.spec.scaled is None else partial(round_scaled, keep_nan=options.keep_nan)
     op = partial(op, impl=options.impl)
     return _from_real_view(_apply_to_real_view(op, x, seeds[0], options.spec, place, starts), x.dtype)
 

@@ -271,7 +271,7 @@ class BlockScales:
             numbers themselves, if they were found in float64.
         nan: whether each scale is NaN instead; None: none is.
         tensor: magnitude bits of the tensor's scale, if the rule has one; then the scales are the products of both.
-        pair: float64 divisors of the elements, and their inverses, computed once for each group, if there are any.
+        pair: float64 divisors of the elements, stacked with their inverses, computed once for each group, if any.
         second: whether each group has the rule's other levels; None: none has.
         quanta: what multiplies the elements (`product_quanta`), computed once for each group, if it is known.
     """
@@ -279,7 +279,7 @@ class BlockScales:
     value: Array
     nan: Array | None = None
     tensor: Array | None = None
-    pair: tuple[Array, Array] | None = None
+    pair: Array | None = None
     second: Array | None = None
     quanta: Any = None
 

@@ -172,6 +172,11 @@ DIRECTIONAL_MODES: dict[Rounding, Callable[[NearWhole], Array]] = {
 STOCHASTIC_MODES = (Rounding.STOCHASTIC, Rounding.STOCHASTIC_B, Rounding.STOCHASTIC_EQUAL)
 
 
+def rounds_to_nearest(plan: ScaledPlan) -> bool:
+    """Whether elements are rounded to nearest."""
+    return plan.element.rounding in NEAREST_INCREMENTS
+
+
 def round_to_integers(x: Array, scales: BlockScales, zero: Array | None, plan: ScaledPlan, word: Array | None) -> Array:
     """The sums x / s + z rounded once, in quanta of the element format and within its ends: whole numbers, int32.
 
@@ -186,7 +191,7 @@ def round_to_integers(x: Array, scales: BlockScales, zero: Array | None, plan: S
     """
     fmt, mode = plan.element.format, plan.element.rounding
     assert isinstance(fmt, UniformFormat)
-    nearest = mode in NEAREST_INCREMENTS
+    nearest = rounds_to_nearest(plan)
     quanta = quanta_of(scales, plan)
     shift = jnp.float32(0) if zero is None else zero.astype(jnp.float32)
     # For directed modes the ends are one step further out, and the result is clamped afterwards.
@@ -657,7 +662,7 @@ def materialize_scale_pairs(scales: BlockScales, plan: ScaledPlan) -> BlockScale
         first = lax.broadcasted_iota(jnp.int32, shape, 0) == 0
         both = lax.broadcast_in_dim(value, shape, tuple(range(1, len(shape))))
         pair = lax_where(first, both, 1.0) / lax_where(first, 1.0, both)
-        return replace(scales, nan=plan.backend.per_group(scales.nan), pair=(pair[0], pair[1]))
+        return replace(scales, nan=plan.backend.per_group(scales.nan), pair=pair)
 
 
 def _scales_in_float64(scales: BlockScales, plan: ScaledPlan) -> Array:
@@ -671,9 +676,19 @@ def _scales_in_float64(scales: BlockScales, plan: ScaledPlan) -> Array:
 
 def _scales_and_inverses(scales: BlockScales, plan: ScaledPlan) -> tuple[Array, Array]:
     if scales.pair is not None:
-        return scales.pair
+        return scales.pair[0], scales.pair[1]
     value = _scales_in_float64(scales, plan)
     return value, lax.div(np.float64(1), value)
+
+
+def _widen(x: Array, plan: ScaledPlan) -> Array:
+    """float32 numbers in float64. Subnormal ones may be zero: moderate scales, to nearest, round them to zero."""
+    return lax.convert_element_type(x, jnp.float64) if plan.in_safe_range else float64.widen_float32(x)
+
+
+def _narrow(x: Array, plan: ScaledPlan) -> Array:
+    """Products in float32. Moderate scales give no subnormal ones."""
+    return lax.convert_element_type(x, jnp.float32) if plan.in_safe_range else float64.narrow_float64(x)
 
 
 # -- rounding ----------------------------------------------------------------------------------------------------------
@@ -702,9 +717,9 @@ def _round_integers_in_float64(
     """
     fmt, mode = plan.element.format, plan.element.rounding
     assert isinstance(fmt, UniformFormat)
-    nearest = mode in NEAREST_INCREMENTS
+    nearest = rounds_to_nearest(plan)
     value, inverse = _scales_and_inverses(scales, plan)
-    number = float64.widen_float32(x)
+    number = _widen(x, plan)
     # The signs of the scales are a zero that no compiler knows: quirk constants_of_sums_combined.
     none = lax.convert_element_type(
         with_constant(lax.shift_right_logical, float64.double_to_bits(value), 63), jnp.float64
@@ -746,8 +761,8 @@ def _round_floats_in_float64(
     """
     fmt, mode = plan.element.format, plan.element.rounding
     assert isinstance(fmt, FloatFormat)
-    nearest = mode in NEAREST_INCREMENTS
-    (value, inverse), number = _scales_and_inverses(scales, plan), jnp.abs(float64.widen_float32(x))
+    nearest = rounds_to_nearest(plan)
+    (value, inverse), number = _scales_and_inverses(scales, plan), jnp.abs(_widen(x, plan))
     t = number * inverse
     t = lax_where(t < float(fmt.max), t, float(fmt.max))
     unit = float64.format_spacing(t, fmt)
@@ -820,9 +835,9 @@ def round_in_float64(
         fmt = plan.element.format
         if isinstance(fmt, UniformFormat):
             _, number, value = _round_integers_in_float64(x, scales, zero, plan, word)
-            return float64.narrow_float64(lax.mul(number, value))
+            return _narrow(lax.mul(number, value), plan)
         _, _, number, value = _round_floats_in_float64(x, scales, plan, word)
-        product = float64.narrow_float64(jnp.minimum(number, float(fmt.max)) * value)
+        product = _narrow(jnp.minimum(number, float(fmt.max)) * value, plan)
         sign, magnitude = split_sign(x, FLOAT32)
         nan = magnitude > FLOAT32.inf
         bits = float_to_bits(product) | lax_where(nan, 0, sign)

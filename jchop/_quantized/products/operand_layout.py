@@ -20,7 +20,7 @@ from jchop._common.settings import always_jit
 from jchop._core.rounding.random_bits import random_words, seed_words
 from jchop._program.bind import straight_through
 from jchop._round.arguments import run_numpy
-from jchop._round.round_to_format import round_to_format
+from jchop._round.round_to_format import round_keeping_nan
 from jchop._spec.spec import Spec
 from jchop._storage._axis_groupings import OWN_SCALE, AxisGrouping, axis_groupings, with_groupings, with_sparse_axis
 from jchop.formats import ScaledFormat
@@ -395,13 +395,11 @@ def round_in_layout(
         x = rotate_along_sum(layout, x, rotation, rotation_key)
     if spec is None:
         return x
-    if layout is None:
-        y = round_to_format(x, spec, key, gradient_key=gradient_key)
-    elif (same := layout.spec_in_place(spec, x.shape)) is not None:
-        y = round_to_format(x if same is spec else jnp.asarray(x), same, key, gradient_key=gradient_key)
-    else:
-        y = layout.back(round_to_format(layout.lay(jnp.asarray(x)), spec, key, gradient_key=gradient_key), x.shape)
-    return keep_nan(x, y, spec)
+    x = jnp.asarray(x)
+    same = spec if layout is None else layout.spec_in_place(spec, x.shape)
+    if layout is None or same is not None:
+        return round_keeping_nan(x, same or spec, key, gradient_key)
+    return layout.back(round_keeping_nan(layout.lay(x), spec, key, gradient_key), x.shape)
 
 
 def rotate_along_sum(layout: OperandLayout, x: Array, rotation: Hadamard, key: Array | None = None) -> Array:

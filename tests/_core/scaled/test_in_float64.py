@@ -43,7 +43,18 @@ def hard_numbers() -> np.ndarray:
     x[16] = 0
     x[17] = -0.0
     x[18, 3], x[19, 5], x[20, 7] = 1e-45, np.nan, -np.inf
+    x[21:25] = rng.standard_normal((4, 64)) * np.exp2([[-118], [-126], [-135], [-146]])
     return x
+
+
+def moderate_numbers() -> np.ndarray:
+    """Rows under moderate scales, with ties, zeros, subnormal numbers, NaN and infinities among their numbers."""
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((48, 64)) * np.exp2(rng.integers(-30, 30, (48, 1)))
+    x[8:16] = rng.integers(-254, 255, (8, 64)) * 0.5
+    x[:, 1::16] = 127
+    x[:, 5::16] = rng.choice([0.0, -0.0, 1e-45, -1e-45, 1e-39, -1.1e-38, 1.2e-38, np.nan, np.inf], (48, 4))
+    return x.astype(np.float32)
 
 
 def bits(x: jax.Array) -> np.ndarray:
@@ -74,7 +85,9 @@ EACH = [
 
 @further
 @pytest.mark.parametrize(("text", "mode", "dtype"), EACH)
-def every_bit(text, mode, dtype):
+def every_bit(text, mode, dtype, monkeypatch):
+    """Under scales of every size, and on the other side of a branch on these."""
+    monkeypatch.setattr(scaled_bodies, "LEAST_BRANCH_IN_FLOAT64", 1)
     spec, x = jc.Spec(text + mode), jnp.asarray(hard_numbers()).astype(dtype)
     if spec.rounding.stochastic and text in ("nf4", "dynamic8") and dtype == "bfloat16":
         pytest.skip("the same numbers as in float32, by the exact way on both sides")
@@ -82,18 +95,16 @@ def every_bit(text, mode, dtype):
     drawn = seed_words(jax.random.key(1)) if spec.rounding.stochastic else ()
     assert scaled_bodies.plan_to_encode(x, plan, ONE_CPU).float64
     for body in (round_body, quantize_body):
-        one, other = (
-            jax.tree.leaves(jax.jit(partial(body, plan=plan, backend=backend))(x, *drawn))
-            for backend in (ONE_CPU, PORTABLE)
-        )
-        for a, b in zip(one, other, strict=True):
-            np.testing.assert_array_equal(bits(a), bits(b))
+        one, other = (jax.jit(partial(body, plan=plan, backend=backend)) for backend in (ONE_CPU, PORTABLE))
+        for numbers in (x, jnp.asarray(moderate_numbers()).astype(dtype)):
+            for a, b in zip(*(jax.tree.leaves(run(numbers, *drawn)) for run in (one, other)), strict=True):
+                np.testing.assert_array_equal(bits(a), bits(b))
 
 
 @further.first
 def the_program_is_short():
     """A third of the lines of the program of a large array."""
-    x, large = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 64), (4096, 256)))
+    x, large = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((128, 64), (4096, 256)))
     lines = [
         jax.jit(lambda x: jc.round_to_format(x, "int8(group=all)")).lower(x).as_text().count("\n") for x in (x, large)
     ]
