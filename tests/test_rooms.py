@@ -73,6 +73,7 @@ ONLY_IN: dict[str, set[str]] = {
     "sklearn": {"study"},
     "torch": {"torch", "compat"},
     "qwix": {"_storage"},
+    "tokamax": {"_storage"},
     "treescope": {"_storage"},
     "dask": set(),
     "equinox": {"nn"},

@@ -330,8 +330,8 @@ class QuantizedFunction:
             return_report: whether a `jchop.ptq.PtqReport` is returned, too; it needs `batches`. Default False.
             scales: the scales of a call, if parameters have learned scales. They become part of the packed parameters.
             donate: whether each array of `params` that is packed is deleted as soon as its codes exist, as by
-                ``donate_argnums``. So memory does not hold all of both. Not with `batches`, which run the arrays.
-                Default False.
+                ``donate_argnums``, so memory does not hold all of both. With `batches`, as soon as no later run reads
+                it; passes then start at the last products, after one for errors. Default False.
             key: a typed key, needed if a rounding is stochastic. Default None.
             **kwargs: keyword arguments as in a call.
 
@@ -360,12 +360,11 @@ class QuantizedFunction:
                 steps=steps, resume=resume, memory=memory, progress=progress, return_report=return_report
             )
             return self._pack(CallArguments(params, args, kwargs), scales, key, again=False, donate=donate)
-        check(not donate, "donate=True: batches run the parameters in full precision; leave donate out")
         check(scales is None, "scales: parameters with learned scales are packed without batches")
         pack_with_data = load_name("jchop.ptq._quantize", "pack_with_data")
-        packed, report = pack_with_data(self, params, batches, steps, key, progress, resume, memory)
+        packed, report = pack_with_data(self, params, batches, steps, key, progress, resume, memory, donate=donate)
         if args or kwargs:
-            packed = self.pack_more(packed, *args, key=key, **kwargs)
+            packed = self.pack_more(packed, *args, donate=donate, key=key, **kwargs)
         return (packed, report) if return_report else packed
 
     def pack_more(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from typing import Any
 
 import jax
@@ -70,6 +70,14 @@ def to_qwix(q: QArray) -> Any:
         carrier = jnp.promote_types(scale.dtype, q.dtype)
         zero_point = None if q.zero_point is None else jnp.asarray(q.zero_point).astype(qvalue.dtype)
         return qwix.QArray(qvalue, scale.astype(carrier), zero_point, qtype)
+
+
+def tokamax_ragged_dot(x: Any, w: Any, group_sizes: Array, dtype: Any) -> Array:
+    """`jchop.ragged_dot` by tokamax."""
+    if importlib.util.find_spec("tokamax") is None:
+        raise ModuleNotFoundError("impl='tokamax' needs tokamax: pip install tokamax", name="tokamax")
+    operands = [to_qwix(v) if isinstance(v, QArray) else jnp.asarray(v) for v in (x, w)]
+    return importlib.import_module("tokamax").ragged_dot(*operands, group_sizes, preferred_element_type=dtype)
 
 
 def from_qwix(q: Any) -> QArray:

@@ -52,8 +52,8 @@ def quantize(
 @overload
 def quantize(
     model: T, rules: RuleLike, mode: LayerMode, *, inputs: ExampleInputs | None = ..., call: ModelCall | None = ...,
-    batches: Iterable[Any], steps: Any = ..., rngs: nnx.Rngs | None = ..., key: Array | None = ...,
-    return_report: Literal[True],
+    batches: Iterable[Any], steps: Any = ..., rngs: nnx.Rngs | None = ..., donate: bool = ...,
+    key: Array | None = ..., return_report: Literal[True],
 ) -> tuple[T, Any]: ...  # fmt: skip
 def quantize(
     model: Any,
@@ -117,7 +117,8 @@ def quantize(
         rngs: `flax.nnx.Rngs`, required if a rule is stochastic. Every rounding draws from its own stream, forked from
             the one named by the rule, and advances it, like a dropout. Not for Equinox.
         donate: whether each array of `model` that is packed is deleted as soon as its codes exist, so that memory does
-            not hold all of both. The model cannot be used afterwards. Not with `batches`, which run it. Default False.
+            not hold all of both. The model cannot be used afterwards. With `batches` and `jchop.ptq.sequential`, memory
+            holds the statistics of one input at a time, too. Default False.
         key: for Equinox, a typed key, required to pack if the rounding of a parameter is stochastic. Calls of a module
             with a stochastic rule then need a key each, ``model(x, rounding_key=key)``. Default None.
         return_report: whether a `jchop.ptq.PtqReport` is returned, too; it needs `batches`. Default False.
@@ -169,9 +170,7 @@ def quantize(
         raise ValueError(
             f"batches: mode={mode!r} rounds weights in each call; with data use mode='ptq' or 'weight_only'"
         )
-    if donate and (batches is not None or mode not in ("ptq", "weight_only")):
-        reason = f"mode={mode!r} packs nothing" if batches is None else "batches run the model in full precision"
-        raise ValueError(f"donate=True: {reason}; leave donate out")
+    check(not donate or mode in ("ptq", "weight_only"), f"donate=True: mode={mode!r} packs nothing; leave donate out")
     all_rules, examples = rules_of_mode(rules, mode), Examples(inputs, call, batches, steps, donate)
     if is_equinox_module(model):
         if rngs is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -26,7 +26,7 @@ from jchop._round.arguments import check_key, has_tracer
 from jchop._storage._quantize import check_float_zero_points
 from jchop.ptq._biases import BiasSite, bias_means, find_biases, mean_errors
 from jchop.ptq._data import passes
-from jchop.ptq._data.collect import InputSums, input_means, pair_value
+from jchop.ptq._data.collect import InputMeans, InputSums, input_means, pair_value
 from jchop.ptq._data.sites import Stage, WeightSites, rounded_sites
 from jchop.ptq._equalize.mapping import InputFactors, MappingRecord, map_parameters
 from jchop.ptq._records import Journal, PtqReport, StageRecord, WeightRow, run_facts
@@ -44,6 +44,7 @@ def pack_with_data(
     resume: str | os.PathLike[str] | None = None,
     memory: int | str | None = None,
     tell: Callable[[WeightRow, int, int], object] | None = None,
+    donate: bool = False,
 ) -> tuple[Any, PtqReport]:
     """`QuantizedFunction.pack` with batches: the packed parameters, and a report.
 
@@ -72,7 +73,9 @@ def pack_with_data(
         journal = Journal(resume, *run_facts(low, params, batches, plan, key, memory_limit))
     data = passes.BatchData(low, params, batches, key, progress)
     mapping_record = map_parameters(data, plan.mappings, memory_limit)
-    job = _CalibrationJob(data, plan, key, mapping_record, journal, tell, memory_limit, in_order)
+    job = _CalibrationJob(
+        data, plan, key, mapping_record, journal, tell, memory_limit, in_order, params if donate else None
+    )
     if in_order or memory_limit is not None:
         job.round_in_several_passes()
     else:
@@ -86,9 +89,10 @@ class _CalibrationJob:
     def __init__(
         self, data: passes.BatchData, steps: CalibrationSteps, key: Array | None, mapping_record: MappingRecord,
         journal: Journal | None, tell: Callable[[WeightRow, int, int], object] | None, memory: int | None,
-        in_order: bool,
+        in_order: bool, donated: Any,
     ) -> None:  # fmt: skip
-        self.in_order = in_order
+        self.in_order, self.donated = in_order, jax.tree.leaves(donated, is_leaf=is_packed_param)
+        self.reads: Mapping[int, frozenset[int]] = {}  # the parameters that the sums of a weight's inputs depend on
         self.low, self.params, self.data, self.steps, self.key = data.low, data.params, data, steps, key
         self.mapping_record, self.journal, self.tell, self.memory = mapping_record, journal, tell, memory
         self.rows: list[WeightRow] = []
@@ -112,11 +116,12 @@ class _CalibrationJob:
 
     def _choose_by_results(self, parts: Sequence[passes.StagePart], sums: Any) -> None:
         """Choose the neighbours of all numbers by the results of the function, under the scales of each weight."""
-        steps, journal, tell = self.steps, self.journal, self.tell
+        steps, journal, tell, donated = self.steps, self.journal, self.tell, self.donated
         assert isinstance(steps.sweep, SignDescent)
-        self.steps, self.journal, self.tell = replace(steps, sweep=None, biases=None), None, None
+        self.steps, self.journal, self.tell, self.donated = replace(steps, sweep=None, biases=None), None, None, []
         self._round_stages(parts, lambda _: sums)
-        self.steps, self.journal, self.tell, self.rows, self.passes = steps, journal, tell, [], self.passes - len(parts)
+        self.steps, self.journal, self.tell, self.donated = steps, journal, tell, donated
+        self.rows, self.passes = [], self.passes - len(parts)
         packed = {i: self.low_leaves.get(i, self.leaves[self.call.places[i]]) for i in self.program.rounded_params}
         targets: dict[int, tuple[Array, Array, Array]] = {}
         for leaf in self.weight_sites.keys() - self.sites.others.keys():
@@ -146,6 +151,9 @@ class _CalibrationJob:
         else:
             assert self.memory is not None
             parts = passes.split_stages(self.stages, sizes, self.memory, path_of)
+        if self.donated:  # errors of the data come before any array is deleted
+            self.reads = self.data.check(trajectories, in_order, tuple(self.weight_sites))
+            self.passes += 1
         self._round_stages(parts, lambda part: self.data.sums(trajectories, in_order, part.leaves, part.window)[0])
 
     def _round_stages(
@@ -153,10 +161,15 @@ class _CalibrationJob:
     ) -> None:
         """Round the weights stage after stage; those that a killed run finished are taken from its folder."""
         self.passes += len(parts)
-        stages = [(part, stage) for part in parts for stage in part.stages]
+        stages = list(enumerate((part, stage) for part in parts for stage in part.stages))
+        if self.donated and not self.in_order and self.steps.biases is None:
+            stages.reverse()  # no pass reads the weights after those that it is for
+        rows: dict[int, list[WeightRow]] = {}
         sums: Mapping[int, InputSums] = {}
         summed = None
-        for stage_index, (part, stage) in enumerate(stages):
+        for count, (stage_index, (part, stage)) in enumerate(stages, 1):
+            later = [entry for _, entry in stages[count:]]
+            waiting = {leaf for _, other in later for leaf in other.leaves}
             record = None if self.journal is None else self.journal.load_stage(stage_index)
             earlier_rows = len(self.rows)
             if record is not None:
@@ -166,14 +179,35 @@ class _CalibrationJob:
                     sums = {}  # the memory is free before the next pass
                     summed, sums = part, sums_of(part)
                 stage_sums = _sums_of_stage(sums, stage, part.window)
+                if self.donated:
+                    sums = {leaf: value for leaf, value in sums.items() if leaf in waiting}
                 self.stage_record = StageRecord([], [], {})
                 for leaf in stage.leaves:
-                    self._round(leaf, stage.turn, stage_sums.get(leaf))
+                    self._round(leaf, stage.turn, stage_sums.pop(leaf, None))
                 if self.journal is not None:
                     self.journal.save_stage(stage_index, self.stage_record._replace(rows=self.rows[earlier_rows:]))
+            rows[stage_index] = self.rows[earlier_rows:]
             if self.tell is not None:
-                for row in self.rows[earlier_rows:]:
-                    self.tell(row, stage_index + 1, len(stages))
+                for row in rows[stage_index]:
+                    self.tell(row, count, len(stages))
+            if self.donated:
+                unsummed = {i for other, _ in later if other is not summed for i in other.leaves}
+                biases = (site.leaf for site in self.bias_sites.values())
+                reads = (self.reads.get(i, ()) for i in unsummed)
+                self._delete(waiting.union(biases, self.nearest and self.program.rounded_params, *reads))
+        self.rows = [row for _, own in sorted(rows.items()) for row in own]
+
+    def _delete(self, kept: Set[int]) -> None:
+        """Delete the donated arrays of all parameters that have codes but those `kept`."""
+        values, params, donated = self.call.values, self.program.rounded_params, self.donated
+        free = params.keys() - kept
+        self.data.packed |= {i: self.low_leaves.get(i, self.leaves[self.call.places[i]]) for i in free}
+        held = {id(value) for i, value in enumerate(values) if i not in free}
+        held |= {id(value) for i, value in enumerate(donated) if i not in params}
+        mapped = (donated[i] for i in params if donated[i] is not values[i])
+        for array in (*(values[i] for i in free), *mapped):
+            if isinstance(array, Array) and id(array) not in held:
+                array.delete()
 
     def _restore_stage(self, record: StageRecord) -> None:
         """Store the rows, weights and biases of a stage that was read from the folder of a run."""
@@ -188,7 +222,8 @@ class _CalibrationJob:
         """Store a rounded weight, or a layer of a stack of them, and its values if later steps read them."""
         new = [(self.low_leaves, packed_weight)]
         if leaf in self.values:
-            new.append((self.values, unpack_param(packed_weight)))
+            as_codes = self.donated and not turn and leaf not in self.nearest
+            new.append((self.values, packed_weight if as_codes else unpack_param(packed_weight)))
         for own, value in new:
             own[leaf] = jax.tree.map(lambda a, b: a.at[turn].set(b), own[leaf], value) if turn else value
 
@@ -211,6 +246,8 @@ class _CalibrationJob:
         for leaf, bias in self.biases.items():
             leaves[self.call.places[leaf]] = self._pack_bias(leaf, bias)
         self._add_other_rows()
+        if self.donated:
+            self._delete(frozenset())
         return jax.tree.unflatten(self.tree, leaves), PtqReport(tuple(self.rows), self.passes)
 
     # -- parts ---------------------------------------------------------------------------------------------------------
@@ -222,8 +259,15 @@ class _CalibrationJob:
         self.weight_sites = weight_sites = rounded_sites(self.program, self.sites)
         for i in weight_sites:
             _check_step_formats(self.steps, self.program.paths[i], self.program.shapes[i], *params[i])
-        (_, *args), _ = jax.tree.unflatten(self.call.tree, self.call.leaves)
-        packed_params = self.low.pack(self.params, *args, key=self.key)
+        self.stages, shapes = list(self.sites.stages(list(weight_sites))), list(self.call.leaves)
+        staged = {i for stage in self.stages for i in stage.leaves if i not in self.sites.others}
+        for i in staged:  # codes of its own come with its stage
+            value = self.call.values[i]
+            if not weight_sites[i].stack and isinstance(value, Array):
+                check_finite(value, f"params: {self.program.paths[i]!r}")
+                shapes[self.call.places[i]] = jax.ShapeDtypeStruct(value.shape, value.dtype)
+        (shape_params, *args), _ = jax.tree.unflatten(self.call.tree, shapes)
+        packed_params = self.low.pack(shape_params, *args, key=self.key)
         self.leaves, self.tree = jax.tree.flatten(packed_params, is_leaf=is_packed_param)
         packed_leaves = {i: self.leaves[self.call.places[i]] for i in params}
         self.low_leaves: dict[int, Any] = {i: packed_leaves[i] for i in weight_sites}
@@ -232,10 +276,9 @@ class _CalibrationJob:
         weights = (i for i in weight_sites if i in self.sites.others)
         self.nearest = {i: unpack_param(packed_leaves[i]) for i in weights if params[i].layout.rotation is None}
         others = (i for i in packed_leaves if self.in_order and i not in weight_sites)
-        self.values = {i: unpack_param(packed_leaves[i]) for i in others}
+        self.values = {i: packed_leaves[i] if self.donated else unpack_param(packed_leaves[i]) for i in others}
         kept = weight_sites if self.in_order else self.nearest  # a pass in full precision reads none of the values
         self.values |= {i: params[i].layout.rotate(jnp.asarray(self.call.values[i])) for i in kept}
-        self.stages = list(self.sites.stages(list(weight_sites)))
         other_layers = self.sites.other_layers(self.program, self.stages)
         self.other_layers = [layer for layer in other_layers if layer[0] in weight_sites]
         for leaf, indexes, _ in (layer for layer in self.other_layers if layer[0] in self.values):
@@ -249,6 +292,10 @@ class _CalibrationJob:
         """Round a weight, or a layer of a stack of them."""
         site, (placement, _) = self.weight_sites[leaf], self.program.rounded_params[leaf]
         if inputs is None:
+            if not turn:
+                placement = self.program.rounded_params[leaf].layout
+                weight = placement.rotate(jnp.asarray(self.call.values[leaf]))
+                self.low_leaves[leaf] = placement.pack(weight, self._rounding_key(placement, leaf))
             self.rows.append(self._row(leaf, note="no batch has its product"))
             return
         count = pair_value(inputs.count)
@@ -268,18 +315,19 @@ class _CalibrationJob:
         if few_rows and (isinstance(steps.sweep, Sweep) or steps.correction is not None):
             matrices_text = "" if few_rows == count.size else f" in {few_rows} of its {count.size} matrices"
             notes += [f"fewer rows than inputs{matrices_text}"]
+        means, inputs = input_means(inputs), None  # the sums need as much memory again
         for indexes in np.ndindex(*self.call.values[leaf].shape[len(turn) : site.stack]):
-            self._round_layer(leaf, (*turn, *indexes), inputs, notes, placement)
+            self._round_layer(leaf, (*turn, *indexes), means, notes, placement)
 
     def _steps_of(self, leaf: int) -> CalibrationSteps:
         """The steps of a weight: those by inputs of its product would make its other uses worse."""
         return self.steps.without_data if leaf in self.sites.others else self.steps
 
     def _round_layer(
-        self, leaf: int, turn: tuple[int, ...], inputs: InputSums, notes: Sequence[str], placement: WeightLayout
+        self, leaf: int, turn: tuple[int, ...], means: InputMeans, notes: Sequence[str], placement: WeightLayout
     ) -> None:
         """Rounds one layer of a weight by the statistics of its inputs, stores it, and adds a row to the report."""
-        gram, cross, mean, shift, _, rows = input_means(inputs)
+        gram, cross, mean, shift, _, rows = means
         weight, path = jnp.asarray(self.call.values[leaf])[turn], self._path(leaf, turn)
         check_finite(weight, f"params: {path!r}")
         with enable_x64_for(weight.dtype):

@@ -14,6 +14,8 @@ import pytest
 from flax import nnx
 
 import jchop as jc
+from jchop.ptq._data.passes import BatchData
+from jchop.ptq._quantize import _CalibrationJob
 
 WIDTH, LAYERS, SPEC = 64, 16, "int4(group=32)"
 WIDE = 4 * WIDTH * WIDTH * LAYERS
@@ -55,13 +57,14 @@ def live_bytes() -> int:
 
 
 @contextmanager
-def watched() -> Iterator[list[float]]:
-    """The bytes that live whenever `jc.quantize` returns, as a share of the wide arrays."""
+def watched(*functions: Any) -> Iterator[list[float]]:
+    """The bytes that live whenever a function, by default `jc.quantize`, returns, as a share of the wide arrays."""
     gc.collect()
+    codes = {function.__code__ for function in functions or (jc.quantize,)}
     before, found = live_bytes(), [0.0]
 
     def note(frame: Any, event: str, _: Any) -> None:
-        if event == "return" and frame.f_code is jc.quantize.__code__:
+        if event == "return" and frame.f_code in codes:
             found.append((live_bytes() - before) / WIDE)
 
     sys.setprofile(note)
@@ -96,8 +99,65 @@ def test_donated_parameters_that_have_other_uses_stay() -> None:
         bad = {"a": others[2], "b": others[3].at[0, 0].set(jnp.inf)}
         jc.quantize_fn(lambda p, x: (x @ p["a"]) @ p["b"], SPEC).pack(bad, X, donate=True)
     assert not others[2].is_deleted()
-    with pytest.raises(ValueError, match="donate=True"):
-        jc.quantize_fn(network, SPEC).pack(params, batches=[X], donate=True)
+
+
+DEPTH = 3
+DATA = [jax.random.normal(jax.random.key(i), (96, WIDTH)) for i in range(2)]
+SEQUENTIAL = [jc.ptq.sequential(), jc.ptq.gptq()]
+
+
+@pytest.mark.parametrize(
+    ("steps", "parts"),
+    [
+        (jc.ptq.gptq(), 1),
+        pytest.param(SEQUENTIAL, 2, marks=pytest.mark.slow),
+        pytest.param(SEQUENTIAL, 1, marks=pytest.mark.slow),
+        pytest.param(jc.ptq.gptq(), 2, marks=pytest.mark.slow),
+        pytest.param([jc.ptq.awq(), jc.ptq.gptq()], 1, marks=pytest.mark.slow),
+        pytest.param([jc.ptq.sequential(), jc.ptq.gptq(), jc.ptq.correct_biases()], 1, marks=pytest.mark.slow),
+    ],
+)
+def test_with_data_memory_holds_the_weights_and_the_sums_of_one_pass(steps: Any, parts: int) -> None:
+    low, bound = jc.quantize_fn(network, SPEC), 8 * (2 * WIDTH**2 + 5 * WIDTH + 2)
+    options = {"batches": DATA, "steps": steps, "memory": None if isinstance(steps, list) else bound}
+
+    def params() -> dict[str, Any]:
+        return dict(list(weights(mesh_sharding(parts)).items())[:DEPTH])
+
+    with watched(_CalibrationJob._round_layer, BatchData.sums, BatchData._count_batch) as peak:
+        given = params()
+        packed = low.pack(given, **options, donate=True)
+    assert all(v.is_deleted() for v in given.values())
+    assert all(map(np.array_equal, *map(jax.tree.leaves, (packed, low.pack(params(), **options)))))
+    if steps in (SEQUENTIAL, jc.ptq.gptq()):
+        share = DEPTH / LAYERS
+        assert share < max(peak) < share + parts * bound / WIDE + 0.01
+
+
+def test_donated_weights_stay_as_long_as_the_data_are_run_by_them() -> None:
+    tied, head = (jax.random.normal(key, (WIDTH, WIDTH)) for key in jax.random.split(jax.random.key(0)))
+    low = jc.quantize_fn(lambda p, x: (jnp.tanh(p["tied"][:8] * (x @ p["head"])[:8]) @ p["tied"].T) @ p["twin"], SPEC)
+
+    def params() -> dict[str, Any]:
+        return {"tied": jnp.array(tied), "head": jnp.array(head), "twin": head + 1}
+
+    given = params()
+    packed, report = low.pack(given, batches=DATA, memory="80KiB", donate=True, return_report=True)
+    kept = low.pack(params(), batches=DATA, memory="80KiB")
+    assert all(map(np.array_equal, *map(jax.tree.leaves, (packed, kept))))
+    assert all(v.is_deleted() for v in given.values()) and report.passes > 2
+    given = params()
+    with pytest.raises(ValueError, match=r"'head' .*one whose square overflows"):  # the weight of the last pass
+        low.pack(given, batches=[1e30 * DATA[0]], memory="80KiB", donate=True)
+    assert not any(v.is_deleted() for v in given.values())
+
+
+def test_a_model_is_donated_with_data() -> None:
+    given, other = (Network(dict(list(weights().items())[:2])) for _ in range(2))
+    packed = jc.nn.quantize(given, SPEC, "ptq", batches=DATA, steps=SEQUENTIAL, donate=True)
+    assert all(v.is_deleted() for v in jax.tree.leaves(nnx.state(given)))
+    kept = jc.nn.quantize(other, SPEC, "ptq", batches=DATA, steps=SEQUENTIAL)
+    assert all(map(np.array_equal, *(jax.tree.leaves(nnx.state(v)) for v in (packed, kept))))
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -148,7 +208,7 @@ def test_a_donated_model_keeps_what_is_not_packed(inputs: Any) -> None:
     for each, options, error in (
         (last, {"mode": "ptq"}, "kernel of the .*'layers/2'"),
         (first, {}, "donate=True: mode='qat' packs nothing"),
-        (first, {"mode": "ptq", "batches": [X]}, "donate=True: batches run the model"),
+        (first, {"mode": "ptq", "batches": [X * jnp.nan]}, "an input with NaN"),
     ):
         with pytest.raises(ValueError, match=error if inputs is None or each is first else "infinities"):
             jc.nn.quantize(each, rules, **options, inputs=inputs, donate=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jchop._common.checks import call_hint
+from jchop._common.checks import call_hint, check_choice
 from jchop._common.settings import always_jit
 from jchop._program.bind import straight_through
 from jchop._quantized.products.codes import CodedArray, check_code_format, encode_operand, expand_codes
@@ -22,6 +22,7 @@ from jchop._storage import QArray, dequantize
 from jchop._storage._array import check_qarray
 from jchop._storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, axis_groupings
 from jchop._storage._codes import batch_axes, spec_of_part
+from jchop._storage._qwix import tokamax_ragged_dot
 
 
 @call_hint("jchop.dot(x, w) of codes, or jchop.math.dot(x, w, 'bfloat16') of floats in an arithmetic")
@@ -93,7 +94,9 @@ def einsum(subscripts: str, x: Any, w: Any, *, dtype: Any = None) -> Array:
     return _qarray_product(DotProduct(contracting, batch, (x.ndim, w.ndim)), x, w, dtype, order=order)
 
 
-def ragged_dot(x: Any, w: Any, group_sizes: Any, *, dtype: Any = None) -> Array:
+def ragged_dot(
+    x: Any, w: Any, group_sizes: Any, *, dtype: Any = None, impl: Literal["auto", "tokamax"] = "auto"
+) -> Array:
     """Multiplies rows with the matrices of their experts (`jax.lax.ragged_dot`), by codes where an operand is stored.
 
     The first ``group_sizes[0]`` rows of `x` are multiplied by ``w[0]``, the next by ``w[1]``, and so on. Rows beyond
@@ -104,12 +107,14 @@ def ragged_dot(x: Any, w: Any, group_sizes: Any, *, dtype: Any = None) -> Array:
         w: a `QArray` or a float array, (experts, k, n).
         group_sizes: the number of rows of each expert, integers of shape (experts,).
         dtype: the dtype of the result. Default: the common dtype of both operands.
+        impl: ``"tokamax"`` for ``tokamax.ragged_dot`` of operands as by `to_qwix`. Default ``"auto"``, jchop's product.
 
     Returns:
         The products, (m, n), with sums as in `einsum`.
 
     Raises:
-        TypeError, ValueError: as `einsum`.
+        TypeError, ValueError: as `einsum`; as `to_qwix`.
+        ModuleNotFoundError: without tokamax, if it is asked for.
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
@@ -126,6 +131,9 @@ def ragged_dot(x: Any, w: Any, group_sizes: Any, *, dtype: Any = None) -> Array:
         )
     if not jnp.issubdtype(sizes.dtype, jnp.integer):
         raise TypeError(f"group_sizes has dtype {sizes.dtype}; it must be of integers")
+    check_choice("impl", impl, ("auto", "tokamax"))
+    if impl == "tokamax":
+        return tokamax_ragged_dot(x, w, sizes, jnp.result_type(x.dtype, w.dtype) if dtype is None else dtype)
     return _qarray_product(RaggedProduct.of_rows(), x, w, dtype, sizes)
 
 

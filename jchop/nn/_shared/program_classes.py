@@ -98,11 +98,14 @@ class MethodFunctions(NamedTuple):
             ValueError: as `jchop.quantize_fn`; so errors of rules come here, not in the first call.
         """
         (inputs, call, batches, steps, donate), params, report = examples, self.params, None
+        calls = list(self.calls(inputs, call).values())
+        if batches is not None and donate and calls:
+            check_weight_rules([function.resolved(params, *args) for function, args in calls])
         if batches is not None:
             function = self.function("__call__" if call is None else call)
             data = map_batches(batches, lambda args: self.operands(args, {}))
-            params, report = function.pack(params, batches=data, steps=steps, key=key, return_report=True)
-        calls = list(self.calls(inputs, call).values())
+            options = {"steps": steps, "key": key, "return_report": True, "donate": donate}
+            params, report = function.pack(params, batches=data, **options)
         if not calls:
             return params, old_scales, report
         scales = Scales({}, {})

@@ -17,7 +17,15 @@ from jax import Array
 from jchop._common.checks import check, check_instance
 from jchop._common.text import table_lines
 from jchop._program.run import interpret
-from jchop._quantized.program.call import CallArguments, Keys, batch_arguments, check_batches, enumerate_batches
+from jchop._quantized.program.call import (
+    CallArguments,
+    Keys,
+    batch_arguments,
+    check_batches,
+    enumerate_batches,
+    is_packed_param,
+    unpack_param,
+)
 from jchop._quantized.program.runner import QuantizedRunner
 from jchop._quantized.quantize_fn import QuantizedFunction
 from jchop.ptq._data.collect import (
@@ -163,6 +171,7 @@ class BatchData:
         self.low, self.params, self.batches, self.progress = low, params, batches, progress
         self.keys = None if key is None or not any(rule.stochastic for rule in low.rules) else Keys(key)
         self.count = 0
+        self.packed: dict[int, Any] = {}  # parameters whose arrays are deleted
         self._sites: dict[int, tuple[Any, WeightSites]] = {}  # with the program, so that no other gets its id
         self._functions: dict[Any, Any] = {}
 
@@ -215,32 +224,57 @@ class BatchData:
         total: dict[int, InputSums] = {}
         last = None
         for _, batch in enumerate_batches(self.batches):
-            last = program, call, sites = self.program(batch)
-            default = [i for i in sites.by_leaf if not self.low.rules or i in program.rounded_params]
-            leaf_set = frozenset(default if leaves is None else leaves) & frozenset(sites.by_leaf)
-            start, size = (None, None) if window is None else window
-            options = len(trajectories), round_activations, leaf_set
-            key = (id(program), *options, size)
-            if key not in self._functions:
-                collect = partial(self._collector(program, *options).collect, program.plan, window_size=size)
-                self._functions[key] = jax.jit(collect)
-            batch_sums = self._functions[key](
-                [*map(_as_jax_leaf, call.values)], [*map(dict, trajectories)], self.keys, start
-            )
-            for leaf, sums in batch_sums.items():
+            last = self.program(batch)
+            collect, args = self._collect(last, trajectories, round_activations, leaves, window)
+            for leaf, sums in collect(*args).items():
                 total[leaf] = _add_in_place(total[leaf], sums) if leaf in total else sums
-            self.count += 1
-            if self.progress is not None:
-                self.progress(self.count)
+            self._count_batch()
         assert last is not None
-        for leaf, sums in total.items():
-            if not bool(jnp.isfinite(sums.gram.hi).all()):
-                path, source = last[0].paths[leaf], last[0].uses[leaf][0].source
-                raise ValueError(
-                    f"batches give the product of the parameter {path!r} at {source or 'an unknown line'} an input "
-                    "with NaN or infinities, or one whose square overflows; leave these batches out"
-                )
+        for leaf, finite in _finite_inputs(lambda: total).items():
+            _check_inputs(last[0], leaf, finite)
         return total, last
+
+    def check(
+        self, trajectories: Sequence[Mapping[int, Array]], round_activations: bool, leaves: Sequence[int]
+    ) -> dict[int, frozenset[int]]:
+        """The parameters, by index, that the sums of each of some parameters depend on; errors as of `sums`."""
+        reads: dict[int, frozenset[int]] = dict.fromkeys(leaves, frozenset())
+        traced: dict[int, Any] = {}
+        for _, batch in enumerate_batches(self.batches):
+            program, call, _ = trace = self.program(batch)
+            collect, args = self._collect(trace, trajectories, round_activations, leaves, None)
+            if id(program) not in traced:
+                steps = jax.jit(partial(_finite_inputs, collect)).trace(*args)
+                traced[id(program)] = steps.lower().compile()
+                places = [i for i, value in enumerate(call.values) for _ in jax.tree.leaves(value)]
+                for leaf, out in zip(sorted(steps.out_info), steps.jaxpr.jaxpr.outvars, strict=True):
+                    reads[leaf] |= {places[i] for i in _read_inputs(steps.jaxpr.jaxpr, [out]) if i < len(places)}
+            for leaf, is_finite in traced[id(program)](*args).items():
+                _check_inputs(program, leaf, is_finite)
+            self._count_batch()
+        return reads
+
+    def _collect(
+        self, trace: tuple[Any, Any, WeightSites], trajectories: Sequence[Mapping[int, Any]], round_activations: bool,
+        leaves: Sequence[int] | None, window: tuple[int, int] | None,
+    ) -> tuple[Any, tuple[Any, ...]]:  # fmt: skip
+        """The function that sums up a batch, and its arguments."""
+        program, call, sites = trace
+        default = [i for i in sites.by_leaf if not self.low.rules or i in program.rounded_params]
+        leaf_set = frozenset(default if leaves is None else leaves) & frozenset(sites.by_leaf)
+        start, size = (None, None) if window is None else window
+        options = len(trajectories), round_activations, leaf_set
+        key = (id(program), *options, size)
+        if key not in self._functions:
+            plain = partial(self._collector(program, *options).collect, program.plan, window_size=size)
+            self._functions[key] = jax.jit(lambda values, changes, *rest: plain(*_unpack((values, changes)), *rest))
+        values = [_as_jax_leaf(self.packed.get(i, value)) for i, value in enumerate(call.values)]
+        return self._functions[key], (values, [*map(dict, trajectories)], self.keys, start)
+
+    def _count_batch(self) -> None:
+        self.count += 1
+        if self.progress is not None:
+            self.progress(self.count)
 
     def errors(
         self, others: Mapping[int, Sequence[Any]], roundings: Sequence[Mapping[int, Array]]
@@ -388,6 +422,39 @@ class LazySums:
 
 
 _add_in_place = jax.jit(add_sums, donate_argnums=0)
+
+
+def _unpack(tree: Any) -> Any:
+    """The numbers of packed parameters, which enter products as if they had been unpacked before."""
+    numbers = lambda v: jax.lax.optimization_barrier(unpack_param(v)) if is_packed_param(v) else v  # noqa: E731
+    return jax.tree.map(numbers, tree, is_leaf=is_packed_param)
+
+
+def _read_inputs(jaxpr: Any, results: Sequence[Any]) -> list[int]:
+    """The inputs of a program that some of its results depend on."""
+    read = {*map(id, results)}
+    for eqn in reversed(jaxpr.eqns):
+        places = [i for i, variable in enumerate(eqn.outvars) if id(variable) in read]
+        if places and eqn.primitive.name == "jit":
+            inner = eqn.params["jaxpr"].jaxpr
+            read.update(id(eqn.invars[i]) for i in _read_inputs(inner, [inner.outvars[i] for i in places]))
+        elif places:
+            read.update(map(id, eqn.invars))
+    return [i for i, variable in enumerate(jaxpr.invars) if id(variable) in read]
+
+
+def _finite_inputs(collect: Callable[..., Mapping[int, InputSums]], *args: Any) -> dict[int, Array]:
+    return {leaf: jnp.isfinite(sums.gram.hi).all() for leaf, sums in collect(*args).items()}
+
+
+def _check_inputs(program: Any, leaf: int, finite: Any) -> None:
+    """Refuse inputs of the product of a parameter that are not finite."""
+    if not bool(finite):
+        path, source = program.paths[leaf], program.uses[leaf][0].source
+        raise ValueError(
+            f"batches give the product of the parameter {path!r} at {source or 'an unknown line'} an input "
+            "with NaN or infinities, or one whose square overflows; leave these batches out"
+        )
 
 
 def _as_jax_leaf(value: Any) -> Any:
