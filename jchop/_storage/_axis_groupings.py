@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jchop._common.checks import as_numpy
+from jchop._common.checks import as_numpy, short_repr
 from jchop._common.settings import split_prng_key
 from jchop.formats import ScaledFormat
 from jchop.formats.scaled.scaled import axis_indexes
@@ -259,7 +259,7 @@ def _index_entry(axis: int, entry: Any, n: int) -> Index:
     else:
         is_integer = not isinstance(entry, bool) and hasattr(entry, "__index__")
     if not is_integer:
-        raise TypeError(f"index {entry!r} of a QArray must be an integer, a slice, or an array of integers")
+        raise TypeError(f"index {short_repr(entry)} of a QArray must be an integer, a slice, or an array of integers")
     if not isinstance(entry, Tracer):  # JAX would clamp an index out of range
         values = np.asarray(entry if isinstance(entry, jax.Array) else operator.index(entry))
         outside = values[(values < -n) | (values >= n)]
@@ -288,6 +288,6 @@ def scale_entry(axis: int, entry: Index, kind: AxisGrouping, n: int) -> Index:
         if step == 1 and start % group == 0 and (stop % group == 0 or stop == n):
             return slice(start // group, -(-stop // group))
     raise ValueError(
-        f"index {entry!r} along axis {axis} cuts groups of {group}; take the whole axis, a slice of whole groups, or "
-        "dequantize first"
+        f"index {short_repr(entry)} along axis {axis} cuts groups of {group}; take the whole axis, a slice of whole "
+        "groups, or dequantize first"
     )

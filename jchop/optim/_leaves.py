@@ -120,7 +120,7 @@ def make_transformation(
                     f"params{jax.tree_util.keystr(path)} is packed, and a state is that of numbers: "
                     "tx.init(jc.dequantize(params)), and jc.optim.apply_updates for the packed ones"
                 )
-        return init(params)
+        return init(_as_arrays(params))
 
     def go_on(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         if isinstance(state, dict):
@@ -132,9 +132,14 @@ def make_transformation(
             raise ValueError(
                 "params=None, but this transformation needs the parameters: call tx.update(updates, state, params)"
             )
-        return update(updates, state, params, **extra)
+        return update(_as_arrays(updates), state, _as_arrays(params), **extra)
 
     return optax.GradientTransformationExtraArgs(begin, go_on)
+
+
+def _as_arrays(tree: Any) -> Any:
+    """A tree whose Python floats are arrays."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, float) else leaf, tree)
 
 
 def make_link(

@@ -185,13 +185,23 @@ def stored_products_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(traced) == 2
 
 
+def test_a_stored_product_takes_lists_and_variables() -> None:
+    x, q = normal(3, 32), jc.quantize(normal(32, 4, seed=1), "int8(group=all,axis=0)")
+    want = jc.dot(x, q)
+    np.testing.assert_array_equal(jc.dot(x.tolist(), q), want)
+    np.testing.assert_array_equal(nnx.jit(lambda p: jc.dot(p, q))(nnx.Param(x)), want)
+
+
 def test_stored_products_refuse() -> None:
     x, w = normal(3, 32), normal(32, 4, seed=1)
     q = jc.quantize(w, "int8(group=all,axis=0)")
     with pytest.raises(TypeError, match="one of them must be a QArray"):
         jc.dot(x, w)
-    with pytest.raises(TypeError, match=r"x=\[\[1.0, .* must be a QArray or an array"):
-        jc.dot([[1.0] * 32], q)
+    for other in (None, "a", x.astype(jnp.float8_e5m2)):
+        with pytest.raises(TypeError, match=r"^x has dtype .* is not a carrier; [^\n]*$"):
+            jc.dot(other, q)
+    with pytest.raises(ValueError, match="sums over no axis"):
+        jc.einsum("a,bc->abc", jnp.ones(2), q)
     with pytest.raises(ValueError, match=r"w: the groups of .* are no blocks along the sum"):
         jc.dot(x, jc.quantize(w, "int8(group=all)"))
     with pytest.raises(ValueError, match="or are no numbers of float32"), jax.enable_x64(True):

@@ -63,6 +63,15 @@ def test_a_tree_without_arrays_is_updated(wrap: Any) -> None:
     assert updates == {}
 
 
+@pytest.mark.parametrize("tx", [
+    optim.error_feedback("e5m2"), optim.compensate("bfloat16"), optim.adamw_split(1e-3),
+    optim.dynamic_loss_scale(optax.sgd(0.1)),
+    optim.low_precision(optax.sgd(0.1), weight="e5m2", accumulator="e6m9")])  # fmt: skip
+def test_python_floats_are_parameters_as_in_optax(tx: Any) -> None:
+    leaves = [jax.tree.leaves(tx.update({"w": x / 8}, tx.init({"w": x}), {"w": x})) for x in (1.5, jnp.float32(1.5))]
+    assert leaves[0] == leaves[1]
+
+
 def test_a_wrapper_takes_its_transformation_as_those_of_optax_do() -> None:
     theirs = next(iter(inspect.signature(optax.masked).parameters))
     for name in ("quantize_state", "skip_nonfinite", "dynamic_loss_scale", "low_precision", "offload_state"):

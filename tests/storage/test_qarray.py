@@ -174,6 +174,7 @@ def test_parts_that_cut_groups_or_do_not_exist(stored: Stored) -> None:
         (TypeError, "integer", 1.5),
         (TypeError, "integer", None),
         (TypeError, "integer", True),
+        (TypeError, r"^index \w+ of a QArray must be an integer[^\n]*$", np.ones(64, bool)),
         (TypeError, "one array", (np.array([0]), 1)),
         (TypeError, "one array", (np.array([[0]]), np.array([[1]]))),
     ):

@@ -17,9 +17,9 @@ from jchop._quantized.products.codes import CodedArray, check_code_format, encod
 from jchop._quantized.products.contraction import einsum_dimensions
 from jchop._quantized.products.operand_layout import OperandLayout
 from jchop._quantized.products.product import DotProduct, RaggedProduct
-from jchop._round.arguments import JCHOP_SCOPE, mark_results
+from jchop._round.arguments import JCHOP_SCOPE, as_array, carrier_of_dtype, is_integer_or_bool, mark_results
 from jchop._storage import QArray, dequantize
-from jchop._storage._array import check_qarray
+from jchop._storage._array import refuse_qarray_dicts
 from jchop._storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, axis_groupings
 from jchop._storage._codes import batch_axes, spec_of_part
 from jchop._storage._qwix import tokamax_ragged_dot
@@ -47,7 +47,7 @@ def dot(x: Any, w: Any, *, dtype: Any = None) -> Array:
         >>> jc.dot(x, w)
         Array([[382.98425, 133.98425]], dtype=float32)
     """
-    _check_qarrays(x, w)
+    x, w = _checked_operands(x, w)
     for name, value, least in (("x", x, 1), ("w", w, 2)):
         if value.ndim < least or (name == "w" and value.ndim > least):
             raise ValueError(f"{name} has shape {tuple(value.shape)}; x must be (..., k) and w (k, n)")
@@ -84,7 +84,7 @@ def einsum(subscripts: str, x: Any, w: Any, *, dtype: Any = None) -> Array:
         >>> jc.einsum("bd,hed->bhe", jnp.ones((3, 8)), heads).shape
         (3, 4, 2)
     """
-    _check_qarrays(x, w)
+    x, w = _checked_operands(x, w)
     (contracting, batch), order, (left, right) = einsum_dimensions(subscripts, x.ndim, w.ndim)
     sizes: dict[str, int] = {}
     for name, letters, value in (("x", left, x), ("w", right, w)):
@@ -122,7 +122,7 @@ def ragged_dot(
         >>> jc.ragged_dot(jnp.ones((3, 4)), experts, jnp.array([1, 2]))[:, 0]
         Array([1., 2., 2.], dtype=float32)
     """
-    _check_qarrays(x, w)
+    x, w = _checked_operands(x, w)
     sizes = jnp.asarray(group_sizes)
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1] or sizes.shape != w.shape[:1]:
         raise ValueError(
@@ -137,12 +137,20 @@ def ragged_dot(
     return _qarray_product(RaggedProduct.of_rows(), x, w, dtype, sizes)
 
 
-def _check_qarrays(x: Any, w: Any) -> None:
-    for name, value in (("x", x), ("w", w)):
-        if not hasattr(value, "ndim"):
-            check_qarray(name, value, what="QArray or an array")
-    if not isinstance(x, QArray) and not isinstance(w, QArray):
-        raise TypeError("x and w are arrays; one of them must be a QArray; jchop.math.dot takes floats")
+def _checked_operands(*operands: Any) -> list[Any]:
+    """Both operands, of which one is a `QArray`; the other is a JAX array of numbers that a product can promote."""
+    refuse_qarray_dicts("x", operands[0])
+    refuse_qarray_dicts("w", operands[1])
+    if not any(isinstance(value, QArray) for value in operands):
+        raise TypeError("x, w: one of them must be a QArray; jchop.math.dot takes floats")
+    arrays = []
+    for name, value in zip("xw", operands, strict=True):
+        as_it_is = isinstance(value, QArray) or hasattr(value, "__jax_array__")  # as a variable of Flax
+        array = value if as_it_is else as_array(name, value)
+        if not is_integer_or_bool(array.dtype):
+            carrier_of_dtype(array.dtype, name)
+        arrays.append(array if as_it_is else jnp.asarray(array))
+    return arrays
 
 
 def _qarray_product(
@@ -192,6 +200,8 @@ def _run_qarray_product(
 
 def _qarray_block(name: str, q: Any, contracting: tuple[int, ...]) -> int | None:
     """How many numbers of a checked operand share a scale along the sum; None for all."""
+    if not contracting:
+        raise ValueError("the product sums over no axis; multiply jchop.dequantize of each operand with JAX")
     if not isinstance(q, QArray):
         return None
     check_code_format(name, q.spec, "product", f"multiply jchop.dequantize({name}) with JAX, as x @ w does")
