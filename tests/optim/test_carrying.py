@@ -106,6 +106,30 @@ def test_adamw_split_steps_like_adamw_in_float32(rng: np.random.Generator) -> No
     assert (p == master.astype(jnp.bfloat16)).mean() > 0.99
 
 
+def test_muon8bit_steps_as_its_definition_in_numpy(rng: np.random.Generator) -> None:
+    """Momentum in blocks of 256 under the nearest levels; five Newton-Schulz iterations of Nesterov's momentum."""
+    levels = np.array([float(v) for v in jc.formats.dynamic8.element.levels])
+    tx, beta = optim.muon8bit(0.02, beta=0.9), 0.9
+    params = jnp.asarray(rng.standard_normal((64, 128)), jnp.float32)
+    state, step = tx.init({"w": params}), jax.jit(tx.update)
+    expected, m = np.asarray(params, np.float64), np.zeros((64, 128))
+    for count in range(1, 4):
+        g = rng.standard_normal((64, 128)).astype(np.float32)
+        updates, state = step({"w": jnp.asarray(g)}, state, {"w": params})
+        params = optax.apply_updates(params, updates["w"])
+        m = beta * m + (1 - beta) * g
+        x = beta * m / (1 - beta ** (count + 1)) + (1 - beta) * g / (1 - beta**count)
+        x = x / np.linalg.norm(x)
+        for _ in range(5):
+            gram = x @ x.T
+            x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+        expected = expected - 0.02 * np.sqrt(128 / 64) * x
+        blocks = m.reshape(-1, 256)
+        scale = np.abs(blocks).max(1, keepdims=True) / levels.max()
+        m = (levels[np.abs(blocks[..., None] / scale[..., None] - levels).argmin(-1)] * scale).reshape(64, 128)
+        assert np.abs(params - expected).mean() < 2e-6  # a tie of rounding errors may take the other level
+
+
 def test_what_is_lost_draws_apart_from_the_parameter() -> None:
     """Of 1/3 and of 16/3 the fractions are 1/3 both, so the same bits would round both down or both up."""
     tx = optim.compensate("fixed8.0:stochastic", KEY, compensation="fixed8.4:stochastic")
