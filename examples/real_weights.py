@@ -36,6 +36,13 @@ FORMATS = (
     "int4(group=128)",
     "int3(group=32)",
 )
+STEPS: dict[str, list[Any]] = {
+    "nearest": [],
+    "clip": [jc.ptq.clip()],
+    "gptq": [jc.ptq.gptq()],
+    "clip, gptq": [jc.ptq.clip(), jc.ptq.gptq()],
+    "clip, results": [jc.ptq.clip(), jc.ptq.sign_round(60, loss="results")],
+}
 #: Types by suffix. Files of one type have several suffixes, and are one label.
 LABELS = {
     **{
@@ -153,9 +160,9 @@ def main(argv: list[str] | None = None) -> None:
         low = jc.quantize_fn(network, {"bytes conv types": text})
         logits = in_batches(partial(jax.jit(low), low.pack(p, seen)), x)
         print(f"{text:28} {right(logits):6.4f} {divergence(exact, logits):10.5f}")
-    for text in FORMATS[4::4] if options.steps else ():
+    for text in (*FORMATS[4::4], "int2(group=32,rule=half_range)") if options.steps else ():
         low = jc.quantize_fn(network, {"conv": text})
-        for name, steps in {"nearest": [], "clip": [jc.ptq.clip()], "gptq": [jc.ptq.gptq()]}.items():
+        for name, steps in STEPS.items():
             data = {"batches": [seen[i : i + 64] for i in range(0, len(seen), 64)], "steps": steps} if steps else {}
             logits = in_batches(partial(jax.jit(low), low.pack(p, seen[:64], **data)), x)
             print(f"convolution, {text + ', ' + name:24} {divergence(exact, logits):8.5f}")
