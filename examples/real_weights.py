@@ -163,7 +163,8 @@ def main(argv: list[str] | None = None) -> None:
     for text in (*FORMATS[4::4], "int2(group=32,rule=half_range)") if options.steps else ():
         low = jc.quantize_fn(network, {"conv": text})
         for name, steps in STEPS.items():
-            data: dict[str, Any] = {"batches": [seen[i : i + 64] for i in range(0, len(seen), 64)], "steps": steps} if steps else {}
+            batches = [seen[i : i + 64] for i in range(0, len(seen), 64)]
+            data: dict[str, Any] = {"batches": batches, "steps": steps} if steps else {}
             logits = in_batches(partial(jax.jit(low), low.pack(p, seen[:64], **data)), x)
             print(f"convolution, {text + ', ' + name:24} {divergence(exact, logits):8.5f}")
 
