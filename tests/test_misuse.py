@@ -80,6 +80,8 @@ ELEMENTS: list[Row] = [
     (lambda: rounded(generator="fast"), "generator='fast'"),
     (lambda: jc.round_to_format(np.int64(3), "e5m2"), r"x has dtype int64.*x\.astype\('float32'\)"),
     (lambda: jc.round_to_format([2**53 + 1], "e5m2"), r"x has integers beyond 2\*\*53"),
+    (lambda: jc.round_to_format([2**63], "e5m2"), r"x has integers beyond 2\*\*53"),
+    (lambda: jc.round_to_format([1, 10**400], "e5m2"), "x has integers of more than 64 bits"),
     (lambda: jc.round_to_format(True, "e5m2"), "x has dtype bool"),
     (lambda: jc.round_to_format(None, "e5m2"), "x has dtype object.*Pass a number or an array of floats"),
     (lambda: jc.round_to_format("1", "e5m2"), "x has dtype <U1.*Pass a number or an array of floats"),

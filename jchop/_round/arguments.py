@@ -42,6 +42,7 @@ def as_array(name: str, value: Any) -> Array | np.ndarray:
 
     Raises:
         TypeError: for a tensor of torch, a QArray, a sparse array, a pytree or a model.
+        ValueError: for integers of more than 64 bits.
     """
     if isinstance(value, Array):
         return value
@@ -49,6 +50,8 @@ def as_array(name: str, value: Any) -> Array | np.ndarray:
         _check_array_type(name, value)
     array = as_numpy(name, value)
     if array.dtype == object and not (value is None or isinstance(value, np.ndarray)):
+        if array.size and all(isinstance(number, int) for number in array.flat):
+            raise ValueError(f"{name} has integers of more than 64 bits: pass an array of floats")
         raise TypeError(
             f"{name} is a {type(value).__name__}, not an array; jchop.nn.quantize takes models, and jax.tree.map calls "
             "a function for each leaf of a pytree"

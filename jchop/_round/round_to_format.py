@@ -233,7 +233,7 @@ def _round_array(
 
 def _round_numpy(x: Any, options: _RoundOptions, key: Key, offset: Any, gradient_key: Key, bits: Any = None) -> Any:
     array = as_array("x", x)
-    if array.dtype.kind == "i" and isinstance(x, int | list | tuple):
+    if array.dtype.kind in "iu" and isinstance(x, int | list | tuple):
         exact = ((array >= -(2**53)) & (array <= 2**53)).all()
         check(exact, "x has integers beyond 2**53, which float64 does not hold: pass an array of floats")
         array = array.astype(np.float64)

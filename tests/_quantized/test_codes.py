@@ -200,6 +200,8 @@ def test_stored_products_refuse() -> None:
     for other in (None, "a", x.astype(jnp.float8_e5m2)):
         with pytest.raises(TypeError, match=r"^x has dtype .* is not a carrier; [^\n]*$"):
             jc.dot(other, q)
+    with pytest.raises(TypeError, match=r"jchop\.math\.einsum\(subscripts, x, w, spec=spec\)"):
+        jc.einsum("ab,bc->ac", x)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="sums over no axis"):
         jc.einsum("a,bc->abc", jnp.ones(2), q)
     with pytest.raises(ValueError, match=r"w: the groups of .* are no blocks along the sum"):

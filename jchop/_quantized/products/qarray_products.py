@@ -55,7 +55,7 @@ def dot(x: Any, w: Any, *, dtype: Any = None) -> Array:
     return einsum(f"{letters}y,yz->{letters}z", x, w, dtype=dtype)
 
 
-@call_hint("jchop.einsum(subscripts, x, w) of codes, or jchop.math.einsum(subscripts, x, w, spec) of floats")
+@call_hint("jchop.einsum(subscripts, x, w) of codes, or jchop.math.einsum(subscripts, x, w, spec=spec) of floats")
 def einsum(subscripts: str, x: Any, w: Any, *, dtype: Any = None) -> Array:
     """Computes `jax.numpy.einsum` of two arrays, by codes where an operand is stored.
 
