@@ -166,8 +166,9 @@ def refuse_blocks(
         return reason
     elif ScaledGpuTiling.for_shape(problem, quantizes) is None:
         return f"no tile of a warpgroup has whole groups of {min(block, problem.size)} numbers of shape {x.shape}"
-    if not quantizes:  # of other scales the exact quotients of GPUs take longer than XLA's
-        return None if platform == "tpu" or plan.is_power else f"{plan.fmt} has scales that are no powers of two"
+    if not quantizes:  # of other tiles the exact quotients of GPUs take longer than XLA's
+        short = platform == "tpu" or plan.is_power or tiles.supports_plain_tiles(plan)
+        return None if short else f"{plan.fmt} has scales that are no powers of two, and is not rounded to nearest"
     if given or as_dtype is None:
         return "kernels fit scales and make codes, both"
     if bits > 8:

@@ -294,6 +294,7 @@ UNDER_ANY = [
     ("int8(group=32,scale=e8m0fnu)", "float32", (35, 64)),
     ("mxfp8_e4m3(group=all)", "float32", (131, 40)),
     ("mxfp4(group=64)", "float32", (3, 11, 128)),
+    ("int8(group=32,nan_block=true)", "float32", (64, 64)),
 ]
 
 
@@ -303,6 +304,8 @@ def test_rows_and_blocks_under_any_scales_equal_the_body(text, dtype, shape):
     x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     assert refused_on_gpu(x, plan_of(jc.Spec(text), dtype)) is None
     check("gpu", "quantize_blocks", jc.Spec(text), dtype, shape)
+    if refused("gpu", "round_blocks", jc.Spec(text), dtype, shape) is None:
+        check("gpu", "round_blocks", jc.Spec(text), dtype, shape)
 
 
 @pytest.mark.parametrize("shape", [(2, 70, 52), (3, 1024)], ids=str)
@@ -414,7 +417,7 @@ def test_refusals_say_why():
         ("gpu", "quantize_blocks", mx("e2m1fn", axis=0), (64, 30, 5), "float32", "last axis of length 5"),
         ("gpu", "quantize_blocks", mx("e2m1fn"), (64, 60), "float32", "whole groups of 32 numbers of shape (64, 60)"),
         ("gpu", "quantize_blocks", mx("e2m1fn"), (64, 64), "float64", "at most 32 bits"),
-        ("gpu", "round_blocks", integer_groups(4, 32), (64, 64), "float32", "no powers of two"),
+        ("gpu", "round_blocks", jc.Spec("int4(group=32):stochastic"), (64, 64), "float32", "no powers of two"),
         ("gpu", "round_blocks", blocks(MANY, 8), (64, 64), "float32", "more than 32 levels"),
         ("gpu", "round_blocks", mx("e4m3fn"), (1 << 16, 1 << 15), "float32", "fewer than 2^31"),
     ):
