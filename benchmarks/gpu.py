@@ -3,6 +3,7 @@
     python benchmarks/gpu.py                         # checks the bits against the CPU first, then times
     python benchmarks/gpu.py --table table.md        # and writes the table there, for docs/measurements/gpu.md
     python benchmarks/gpu.py --small                 # small sizes: a rehearsal of every row
+    python benchmarks/gpu.py --device tpu            # on a TPU, whose rows without a kernel say so
 
 Needs a GPU of compute capability 8.0 or more. Every row is timed in the same process, in random order, by its median;
 what is quoted beside the time is bytes that must move (each input read once, each output written once) over that time,
@@ -309,11 +310,12 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="small sizes, to see that every row runs")
     parser.add_argument("--bits", action="store_true", help="only compare the bits")
     parser.add_argument("--repeat", type=int, default=15)
+    parser.add_argument("--device", choices=("cuda", "tpu", "cpu"), default="cuda", help="cpu: a rehearsal of bits")
     options = parser.parse_args()
     try:
-        gpu, cpu = jax.devices("cuda")[0], jax.devices("cpu")[0]
+        gpu, cpu = jax.devices(options.device)[0], jax.devices("cpu")[0]
     except RuntimeError:
-        sys.exit("benchmarks/gpu.py needs an NVIDIA GPU, and JAX with CUDA: pip install 'jax[cuda13]'")
+        sys.exit("benchmarks/gpu.py needs an NVIDIA GPU or a TPU, and JAX with it: pip install 'jax[cuda13]'")
     side, product = (1024, 512) if options.small else (8192, 4096)
     found = rows(side, product)
     print(f"{gpu.device_kind}, JAX {jax.__version__}; {len(found)} operations: bits", file=sys.stderr)

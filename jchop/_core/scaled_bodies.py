@@ -392,7 +392,7 @@ def dequantize_body(
     plan = plan_to_decode(plan, backend)
     groups = _groups_of_plan(shape, plan)
     group_scales = _load_groups(scale_arrays, groups, plan, decodes=plan.fmt.zero_point != "float")
-    view = _unpack_view(codes, groups, plan.fmt.bits)
+    view = _unpack_view(codes, groups, plan.fmt.bits, backend.gathers)
     return groups.back(decode_groups(view, group_scales.scales, plan, group_scales.zero))
 
 
@@ -447,11 +447,11 @@ def _pack_view(codes: Array, groups: Groups, bits: int) -> Array:
     return pack_codes(codes if codes.ndim else codes[None], bits)
 
 
-def _unpack_view(code_bytes: Array, groups: Groups, bits: int) -> Array:
+def _unpack_view(code_bytes: Array, groups: Groups, bits: int, gathers: bool = False) -> Array:
     """The inverse of `_pack_view`."""
     byte_groups = groups.byte_groups(bits)
     if byte_groups is not None:
-        return unpack_codes(byte_groups.view(code_bytes), bits, groups.sizes[-1])
+        return unpack_codes(byte_groups.view(code_bytes), bits, groups.sizes[-1], gathers)
     return groups.view(unpack_codes(code_bytes, bits, groups.shape[-1] if groups.shape else 1).reshape(groups.shape))
 
 

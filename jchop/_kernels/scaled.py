@@ -34,6 +34,7 @@ from jchop._core.scaled_bodies import (
     round_body,
     unflatten_scales,
 )
+from jchop._core.xla.backend import DECODE_ON_GPU
 from jchop._core.xla.sizes import are_static
 from jchop._kernels.primitive import Kernel, make_op
 from jchop._kernels.remat import Coder
@@ -166,8 +167,9 @@ def refuse_blocks(
         return reason
     elif ScaledGpuTiling.for_shape(problem, quantizes) is None:
         return f"no tile of a warpgroup has whole groups of {min(block, problem.size)} numbers of shape {x.shape}"
-    if not quantizes:  # of other scales the exact quotients of GPUs take longer than XLA's
-        return None if platform == "tpu" or plan.is_power else f"{plan.fmt} has scales that are no powers of two"
+    if not quantizes:  # of other tiles the exact quotients of GPUs take longer than XLA's
+        short = platform == "tpu" or plan.is_power or tiles.supports_plain_tiles(plan)
+        return None if short else f"{plan.fmt} has scales that are no powers of two, and is not rounded to nearest"
     if given or as_dtype is None:
         return "kernels fit scales and make codes, both"
     if bits > 8:
@@ -281,10 +283,11 @@ quantize_scaled_op = make_op(
     canonical=_collapse_numbers,
     stores=True,
 )
-#: No kernel is needed: XLA reads codes and scales once, writes once, and fuses with uses of the result.
+#: No kernel of Pallas is needed: XLA fuses this with uses of the result.
 dequantize_scaled_op = make_op(
     "jchop_dequantize_scaled",
     dequantize_body,
+    gpu=Kernel(partial(dequantize_body, backend=DECODE_ON_GPU)),
     results=lambda *_, plan, shape: (jax.ShapeDtypeStruct(shape, plan.carrier.name),),
     by_backend=True,
     canonical=_collapse_codes,

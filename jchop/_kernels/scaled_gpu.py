@@ -16,8 +16,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from jchop._core.scaled import tiles
-from jchop._core.scaled.elements import ScaledPlan, choose_scales, store_scales, widen_16_bit
+from jchop._core.scaled.elements import BlockScales, ScaledPlan, choose_scales, store_scales, widen_16_bit
 from jchop._core.scaled.tiles import quantize_tile_by_powers, round_tile_by_powers
+from jchop._core.scaled_bodies import decode_groups, plan_to_decode
 from jchop._kernels.pallas import divmod_int32
 from jchop._kernels.scaled_tile import ScaledBlocksProblem, ScaledGpuTiling, draw_tile_words, tensor_scale_of_words
 from jchop._kernels.warpgroups import RegisterTile, call_on_warpgroups
@@ -123,10 +124,14 @@ class _ScaledGpuTile:
 
     # -- kernels -------------------------------------------------------------------------------------------------------
     def round(self, program: Array, words: Any, x: Any, out: Any) -> None:
-        """Rounds a tile."""
+        """Rounds a tile; tiles of plain numbers take a short way."""
         corner, plan = self._corner(program), self.problem.plan
         values, word = self._load(words, x, corner)
-        result = round_tile_by_powers(values, self.axes, plan, word, tensor_scale_of_words(words, plan))
+        tensor = tensor_scale_of_words(words, plan)
+        if not tiles.supports_plain_tiles(plan):
+            result = round_tile_by_powers(values, self.axes, plan, word, tensor)
+        else:
+            result = decode_groups(*self._encode(values, tensor), plan_to_decode(plan, plan.backend))
         self.registers.store(out.at[*self._place(corner), :], result)
 
     def quantize(self, program: Array, words: Any, x: Any, codes: Any, scales: Any) -> None:
@@ -137,19 +142,25 @@ class _ScaledGpuTile:
         if not tiles.supports_plain_tiles(plan):
             tile_codes, tile_scales = quantize_tile_by_powers(values, self.axes, plan, word, tensor)
         else:
-            quick_scales, largest, is_plain = tiles.plain_tile_scales(values, self.axes, plan, tensor)
-
-            def short() -> tuple[Array, Array]:
-                tile_codes = tiles.encode_plain_tile(values, quick_scales, largest, plan)
-                return tile_codes, store_scales(quick_scales, plan)
-
-            def general() -> tuple[Array, Array]:
-                general_scales = choose_scales(values, self.axes, plan, tensor)
-                return tiles.encode_tile(values, general_scales, plan), store_scales(general_scales, plan)
-
-            tile_codes, tile_scales = lax.cond(is_plain, short, general)
+            tile_codes, block_scales = self._encode(values, tensor)
+            tile_scales = store_scales(block_scales, plan)
         self._store_codes(codes, tile_codes, corner)
         self._store_scales(scales, tile_scales, corner)
+
+    def _encode(self, values: Array, tensor: Array | None) -> tuple[Array, BlockScales]:
+        """The codes and scales of a tile if `supports_plain_tiles`; a plain tile takes the short way."""
+        plan = self.problem.plan
+        quick_scales, largest, is_plain = tiles.plain_tile_scales(values, self.axes, plan, tensor)
+
+        def general() -> tuple[Array, Array]:
+            scales = choose_scales(values, self.axes, plan, tensor)
+            return tiles.encode_tile(values, scales, plan), scales.value
+
+        def short() -> tuple[Array, Array]:
+            return tiles.encode_plain_tile(values, quick_scales, largest, plan), quick_scales.value
+
+        codes, bits = lax.cond(is_plain, short, general)
+        return codes, replace(quick_scales, value=bits)
 
     # -- results -------------------------------------------------------------------------------------------------------
     @property

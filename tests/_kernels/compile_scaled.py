@@ -47,6 +47,8 @@ ROWS = (
     ("e4m3fn(group=all)", "float32", (4, 3, 5120)),
     ("int4(group=all)", "bfloat16", (64, 6144)),
     ("e4m3fn(group=128)", "bfloat16", (4096, 4096)),
+    ("nvfp4", "float32", (4096, 4096)),
+    ("int4(group=128,scale=bfloat16)", "float32", (4096, 4096)),
 )
 WORDS = jax.ShapeDtypeStruct((1, 9), jnp.uint32)
 
@@ -99,7 +101,8 @@ def cases(target: str) -> Iterator[Case]:
             yield case(target, kernel, "mxfp8 e4m3", along(jc.Spec("mxfp8_e4m3"), axis), "float32", (4096, 4096))
     if not is_tpu(target):
         for text, dtype, shape in ROWS:
-            yield case(target, "quantize_blocks", text, jc.Spec(text), dtype, shape)
+            for kernel in ("quantize_blocks", "round_blocks"):
+                yield case(target, kernel, text, jc.Spec(text), dtype, shape)
         yield case(target, "round_blocks", "rows", jc.Spec("mxfp8_e4m3(group=all)"), "bfloat16", (4, 3, 5120))
 
 

@@ -29,7 +29,8 @@ from jchop._core.rounding.random_bits import STREAM_START, StreamOffset, seed_wo
 from jchop._core.scaled import elements as reference
 from jchop._core.scaled import tiles
 from jchop._core.scaled.elements import ScaledPlan, tensor_scale
-from jchop._core.scaled_bodies import quantize_body, round_body
+from jchop._core.scaled_bodies import dequantize_body, flatten_scales, quantize_body, round_body
+from jchop._core.xla.backend import DECODE_ON_GPU
 from jchop._kernels import scaled, scaled_gpu, scaled_tpu
 from jchop._kernels.scaled_tile import ScaledBlocksProblem, ScaledGpuTiling, ScaledTpuTiling
 from jchop._spec.spec import Spec
@@ -294,6 +295,7 @@ UNDER_ANY = [
     ("int8(group=32,scale=e8m0fnu)", "float32", (35, 64)),
     ("mxfp8_e4m3(group=all)", "float32", (131, 40)),
     ("mxfp4(group=64)", "float32", (3, 11, 128)),
+    ("int8(group=32,nan_block=true)", "float32", (64, 64)),
 ]
 
 
@@ -303,11 +305,25 @@ def test_rows_and_blocks_under_any_scales_equal_the_body(text, dtype, shape):
     x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     assert refused_on_gpu(x, plan_of(jc.Spec(text), dtype)) is None
     check("gpu", "quantize_blocks", jc.Spec(text), dtype, shape)
+    if refused("gpu", "round_blocks", jc.Spec(text), dtype, shape) is None:
+        check("gpu", "round_blocks", jc.Spec(text), dtype, shape)
 
 
 @pytest.mark.parametrize("shape", [(2, 70, 52), (3, 1024)], ids=str)
 def test_rounded_rows_equal_the_body(shape):
     check("gpu", "round_blocks", jc.Spec("mxfp8_e4m3(group=all)"), "bfloat16", shape)
+
+
+@pytest.mark.parametrize("text", ["nvfp4", "mxfp4", "int4(group=32,scale=bfloat16)", "nf4(group=64)"])
+def test_decoding_on_gpus_gives_the_bits_of_the_body(text, rng):
+    """Of all codes, under scales of all sizes."""
+    x = rng.standard_normal((16, 256)) * 10.0 ** rng.integers(-38, 38, (16, 1))
+    q = jc.quantize(jnp.asarray(x, "bfloat16"), text)
+    codes = jnp.asarray(rng.integers(0, 256, q.qvalue.shape), "uint8")
+    decode = functools.partial(dequantize_body, plan=plan_of(q.spec, "bfloat16"), shape=(16, 256))
+    scales = flatten_scales(q.scale, q.zero_point)
+    on_gpu = jax.jit(functools.partial(decode, backend=DECODE_ON_GPU))
+    same_bits(on_gpu(codes, *scales), jax.jit(decode)(codes, *scales), text)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="has no public interpreter of Mosaic GPU")
@@ -414,7 +430,7 @@ def test_refusals_say_why():
         ("gpu", "quantize_blocks", mx("e2m1fn", axis=0), (64, 30, 5), "float32", "last axis of length 5"),
         ("gpu", "quantize_blocks", mx("e2m1fn"), (64, 60), "float32", "whole groups of 32 numbers of shape (64, 60)"),
         ("gpu", "quantize_blocks", mx("e2m1fn"), (64, 64), "float64", "at most 32 bits"),
-        ("gpu", "round_blocks", integer_groups(4, 32), (64, 64), "float32", "no powers of two"),
+        ("gpu", "round_blocks", jc.Spec("int4(group=32):stochastic"), (64, 64), "float32", "no powers of two"),
         ("gpu", "round_blocks", blocks(MANY, 8), (64, 64), "float32", "more than 32 levels"),
         ("gpu", "round_blocks", mx("e4m3fn"), (1 << 16, 1 << 15), "float32", "fewer than 2^31"),
     ):

@@ -305,13 +305,14 @@ def pack_codes(codes: Array, bits: int) -> Array:
     return join_groups(code_bytes, last, packed_size(codes.shape[-1], bits))
 
 
-def unpack_codes(code_bytes: Array, bits: int, count: int) -> Array:
+def unpack_codes(code_bytes: Array, bits: int, count: int, gathers: bool = False) -> Array:
     """The codes that `pack_codes` packed.
 
     Args:
         code_bytes: (..., ceil(count * bits / 8)) uint8.
         bits: width of a code, 1 to 8.
         count: codes in a row.
+        gathers: as in `Backend`. Default False.
 
     Returns:
         (..., count) uint8.
@@ -323,6 +324,12 @@ def unpack_codes(code_bytes: Array, bits: int, count: int) -> Array:
     if bits == 8:
         return code_bytes
     last = code_bytes.ndim - 1
+    if gathers and 8 % bits == 0:
+        places = lax.iota(jnp.int32, count).reshape(*[1] * last, count)
+        own = jnp.take_along_axis(code_bytes, places // (8 // bits), -1, mode="promise_in_bounds").astype(jnp.int32)
+        places = lax.broadcasted_iota(jnp.int32, own.shape, last)
+        shifted = lax.shift_right_logical(own, places % (8 // bits) * bits)
+        return (shifted & bit_ops.low_mask(bits)).astype(jnp.uint8)
     whole = 8 % bits == 0 and code_bytes.shape[-1] % 4 == 0 and code_bytes.shape[-1] * 8 == count * bits
     whole = whole and not bit_ops.axes_cut_by_sharding(code_bytes, [*[1] * (code_bytes.ndim - 1), 4])
     if whole and are_static(code_bytes.shape):  # XLA has no shape for words of symbolic ones

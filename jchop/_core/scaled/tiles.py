@@ -189,7 +189,7 @@ def plain_tile_scales(
     """
     largest = largest_with_specials(x, axis, plan)
     (count, exponent), *more = map(divisor_parts, plan.divisors)
-    plain = not (more or plan.is_power or plan.rule.tensor_scale) and plan.scale == binary32
+    plain = not (more or plan.is_power or plan.rule.tensor_scale or plan.fmt.nan_block) and plan.scale == binary32
     if plain and count < 1 << _HALF_SIGNIFICAND_BITS and abs(exponent) < SAFE_EXPONENT:
         scales = BlockScales(_divide_by_short_divisor(largest, plan))
     else:

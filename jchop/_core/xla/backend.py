@@ -24,6 +24,7 @@ class Backend:
         prevent_fma: returns a product with a nonnegative factor, rounded before it enters a sum.
         branch: `jax.lax.cond` of two functions without arguments; None: both sides would be computed.
         float64: whether float64 is about as fast as float32.
+        gathers: whether packed codes are read by their places, which XLA fuses with the operations after it.
     """
 
     maximum: Callable[..., Array]
@@ -32,6 +33,7 @@ class Backend:
     prevent_fma: Callable[[Array, Array], Array]
     branch: Callable[[Array, Callable[[], Array], Callable[[], Array]], Array] | None = None
     float64: bool = False
+    gathers: bool = False
 
 
 def _maximum_in_tile(x: Array, axis: Any, keepdims: bool = False) -> Array:
@@ -43,5 +45,7 @@ def _maximum_in_tile(x: Array, axis: Any, keepdims: bool = False) -> Array:
 PORTABLE = Backend(integer_maximum, materialize_per_group, compute_once, prevent_fma)
 #: A program for one CPU.
 ONE_CPU = replace(PORTABLE, branch=branch_in_functions, float64=True)
+#: A program for one GPU that decodes. Each thread computes the scale of its number again, which moves no bytes.
+DECODE_ON_GPU = replace(PORTABLE, per_group=lambda values: values, gathers=True)
 #: A tile of a kernel, whose values are in registers.
 TILE = replace(PORTABLE, maximum=_maximum_in_tile, per_group=lambda values: values)
