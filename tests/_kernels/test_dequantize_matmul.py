@@ -25,7 +25,6 @@ from jchop._kernels.products.dequantize_matmul import (
 )
 from jchop._spec.spec import as_spec
 from jchop.formats import CodebookFormat
-from jchop.formats._catalogue import float8_e4m3fn
 
 Shape = tuple[int, int, int, int]
 KERNELS: dict[str, Callable[..., jax.Array]] = {
@@ -102,9 +101,9 @@ def test_tpu_tilings(shape, tiling, rng):
 
 
 GPU_TILINGS = [
-    ((9, 96, 320, 32), DequantizeMatmulGpuTiling(4, 4, 32, 3, 8)),  # a stretch for each group, and rows that overlap
-    ((2, 160, 256, 32), DequantizeMatmulGpuTiling(1, 16, 16, 3)),  # stretches of unequal length, two spans of a group
-    ((1, 128, 512, 128), DequantizeMatmulGpuTiling(1, 8, 64, 1, 2)),  # several loads and steps of a span
+    ((9, 96, 320, 32), DequantizeMatmulGpuTiling(32, 1, 3)),  # a stretch for each group, and rows that overlap
+    ((2, 160, 256, 32), DequantizeMatmulGpuTiling(16, 2, 3)),  # stretches of unequal length, two spans of a group
+    ((1, 128, 512, 128), DequantizeMatmulGpuTiling(64)),  # several steps of a group
 ]
 
 
@@ -190,8 +189,8 @@ def test_codebooks_of_few_levels_have_kernels() -> None:
 def test_refused_tilings():
     for make, message in (
         (lambda: DequantizeMatmulTpuTiling(0, 128, 128), "block_m=0 must be an integer >= 1"),
-        (lambda: DequantizeMatmulGpuTiling(1, 12, 16), "word=12 must be a power of two"),
-        (lambda: DequantizeMatmulGpuTiling(1, 16, 16, splits=0), "splits=0 must be an integer >= 1"),
+        (lambda: DequantizeMatmulGpuTiling(12), "depth=12 must be a multiple of 16"),
+        (lambda: DequantizeMatmulGpuTiling(16, splits=0), "splits=0 must be an integer >= 1"),
     ):
         with pytest.raises(ValueError, match=message):
             make()
@@ -232,16 +231,16 @@ def test_tpu_heuristic():
 
 
 def test_gpu_heuristic():
-    """Whole words and spans, few sums in registers; none for narrow or odd matrices, and for groups of few rows."""
+    """Whole words, spans and steps; none for narrow or odd matrices, and for groups of few rows."""
     for problem in problems():
         tiling = DequantizeMatmulGpuTiling.for_shape(problem)
         if tiling is None:
             assert problem.width < 300 or problem.group % 16 or problem.k % problem.group, problem
             continue
-        assert problem.width % tiling.word == 0 and problem.width >= tiling.word * tiling.lanes == 128
-        assert problem.group % tiling.span == problem.k % problem.group == 0
-        assert tiling.span % (tiling.deep * tiling.loads) == 0 and tiling.rows <= problem.m
-        assert tiling.rows * tiling.word * problem.parts <= 64
+        rows = tiling.depth * tiling.loads
+        assert problem.width % 4 == 0 and problem.width >= 128
+        assert problem.group % tiling.depth == problem.k % problem.group == problem.k % rows == 0
+        assert rows <= 128 and tiling.splits <= problem.k // rows
 
 
 def test_the_kernel_of_gpus_is_for_few_rows_of_whole_words():
@@ -255,4 +254,14 @@ def test_the_kernel_of_gpus_is_for_few_rows_of_whole_words():
     for n, group in ((511, 32), (64, 32), (512, 2)):
         assert "no tile of whole words" in why((1, 256), n, group)
     assert "dtype float64" in why((1, 256), 512, 32, "float64")
-    assert GPU_KERNEL.capability(format=float8_e4m3fn) == 9.0 >= GPU_KERNEL.capability(format=FORMATS["int4"])
+
+
+def test_a_row_of_float32_is_the_sum_of_three(rng):
+    """Also with numbers of 24 bits, at the ends of float32, and infinite ones."""
+    x = np.zeros((1, 64), np.float32)
+    x[0, :3] = 1 + 2.0**-23, np.finfo(np.float32).max, -np.inf
+    codes, ones = np.zeros((64, 128), np.uint8), np.ones((2, 128), np.float32)
+    codes[range(3), range(3)] = 1
+    y = interpret("gpu", "int8", 32, x, codes, ones)
+    np.testing.assert_array_equal(y[0, :2], x[0, :2])
+    assert np.isnan(y[0, 3]) and np.isneginf(y[0, 2])
