@@ -95,7 +95,8 @@ def gpu_dequantize_matmul(
         )
         y = jnp.sum(y, 0).reshape(-1, n, tile.kept)
         y = jnp.moveaxis(y, 2, 1).reshape(-1, n)[: problem.m]
-        return jnp.sum(y.reshape(len(terms), m, n), 0).astype(x.dtype)
+        y = y.reshape(len(terms), m, n)
+        return jnp.where(jnp.isfinite(y[0]), jnp.sum(y, 0), y[0]).astype(x.dtype)  # an infinite code times 0 is a NaN
 
 
 def _bfloat16_terms(x: Array) -> list[Array]:
