@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _core.matmul.test_dequantize_matmul import DTYPES, FORMATS, FOUR, exact_data, random_data, rounded, within
+from _kernels.fragments import array_of, call_in_turn, mma, registers_of
 from _kernels.quickly import compiled
 
 from jchop._kernels.products import dequantize_matmul_gpu, dequantize_matmul_tpu
@@ -111,6 +112,61 @@ GPU_TILINGS = [
 @pytest.mark.parametrize(("shape", "tiling"), GPU_TILINGS[::-1], ids=str)
 def test_gpu_tilings(shape, tiling, rng):
     check_exact("gpu", "int4", shape, "bfloat16", rng, tiling=tiling)
+
+
+def multiply_by_threads(tile: Any, sums: Any, pairs: Any, xs: Any) -> Any:
+    """The sums after a span by the registers of each thread, and the order in which the kernel gives them to units."""
+
+    def numbers_of(term: Any) -> np.ndarray:
+        word, factor, other = (
+            registers_of(tile.words, v)[..., 0, 0] if isinstance(v, jax.Array) else v for v in term
+        )  # fmt: skip
+        return np.asarray(dequantize_matmul_gpu._numbers_of_term((jnp.asarray(word), factor, jnp.asarray(other)
+                          if isinstance(other, np.ndarray) else other)))  # fmt: skip
+
+    def multiply(sums: Any, terms: Any, xs: Any, place: int) -> Any:
+        values, out = [numbers_of(term) for term in terms], []
+        for c, x in zip(sums, xs, strict=True):
+            right, new = [x[:, :, i] for i in (place, place + 1)], list(np.moveaxis(c, 2, 0))
+            for column, left in tile.unit_products(values):
+                new[column : column + 2] = mma(new[column : column + 2], left, right)
+            out.append(np.stack(new, 2))
+        return out
+
+    count = pairs[0][0][0][0].shape[1]
+    each = [[[tuple(v[:, i] if isinstance(v, jax.Array) else v for v in term) for term in terms]
+             for terms in pairs[0]] for i in range(count)]  # fmt: skip
+    given = [np.asarray(dequantize_matmul_gpu._numbers(jnp.asarray(registers_of(tile.numbers, part)))) for part in xs]
+    given = [part.reshape(*part.shape[:2], -1, 2) for part in given]
+    before = [registers_of(tile.sums, part) for part in sums]
+    after = tile.multiply_by_units(before, each, given, multiply)
+    return tuple(jnp.asarray(array_of(tile.sums, part)) for part in after)
+
+
+#: One row, several, and more than the units take at once; codes of 2, 4 and 8 bits, floats, and numbers of three terms.
+BY_THREADS = [
+    ("int4", (1, 64, 256, 64), "bfloat16"),
+    ("int4", (3, 64, 272, 32), "bfloat16"),
+    ("int4", (16, 32, 256, 16), "bfloat16"),
+    ("int8", (11, 32, 132, 32), "bfloat16"),
+    ("int2", (1, 32, 512, 16), "float32"),
+    ("float8_e4m3fn", (2, 32, 128, 32), "bfloat16"),
+    ("float8_e5m2", (8, 32, 128, 32), "bfloat16"),
+    ("float4_e2m1fn", (2, 32, 256, 32), "float32"),
+    ("fixed2.2", (9, 32, 256, 16), "bfloat16"),
+]
+
+
+@pytest.mark.in_turn(64)
+@pytest.mark.parametrize(("name", "shape", "dtype"), BY_THREADS, ids=str)
+def test_registers_of_threads_give_the_product(name, shape, dtype, rng, monkeypatch):
+    """The product of the fragments of `mma.m16n8k16`, which a thread's words and numbers of x become."""
+    x, codes, scales, exact = exact_data(rng, name, shape)
+    arrays = jnp.asarray(x, dtype), jnp.asarray(codes), jnp.asarray(scales, dtype)
+    monkeypatch.setattr(dequantize_matmul_gpu, "call_on_warpgroups", call_in_turn)
+    monkeypatch.setattr(dequantize_matmul_gpu._FewRowsTile, "_multiply", multiply_by_threads)
+    y = KERNELS["gpu"](*arrays, format=FORMATS[name], group=shape[3], interpret=True)
+    np.testing.assert_array_equal(y, rounded(exact, dtype), strict=True)
 
 
 @pytest.mark.in_turn(64)

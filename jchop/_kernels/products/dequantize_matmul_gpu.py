@@ -10,7 +10,7 @@ ends with the matrix; a part that two tiles share is written twice, equally.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,10 +41,14 @@ from jchop.formats import ElementFormat, IntegerFormat
 from jchop.formats._catalogue import float4_e2m1fn, float8_e4m3fn, float8_e5m2
 
 #: Bytes of a word, words of a tile in a row of W, and threads that share a column.
-_WORD, _WORDS, _DOWN = 4, DEQUANTIZE_BYTES // 4, 4
+_WORD, _TILE_WORDS, _DOWN = 4, DEQUANTIZE_BYTES // 4, 4
 #: Floats that bfloat16 holds but for a factor: the place of their first bit, the binary exponent of the factor, and the
 #: number that brings the first code of an infinity or a NaN to 2^7.
-_SHORT_FLOATS = {float8_e4m3fn: (4, 120, 1), float8_e5m2: (5, 112, 4), float4_e2m1fn: (6, 126, 0)}
+_SHORT_FLOATS: dict[Any, tuple[int, int, int]] = {
+    float8_e4m3fn: (4, 120, 1),
+    float8_e5m2: (5, 112, 4),
+    float4_e2m1fn: (6, 126, 0),
+}
 #: Columns of the units' right operand: rows of x.
 _UNIT_ROWS = 8
 
@@ -158,7 +162,7 @@ class _FewRowsTile:
     @property
     def words(self) -> LaidTile:
         """A word of each thread, in a row of W."""
-        return LaidTile((_DOWN, _WORDS), self.interpret, ((_DOWN, _WORDS), (_DOWN, 8), (1,)), -4, (-2, -3))
+        return LaidTile((_DOWN, _TILE_WORDS), self.interpret, ((_DOWN, _TILE_WORDS), (_DOWN, 8), (1,)), -4, (-2, -3))
 
     @property
     def numbers(self) -> LaidTile:
@@ -171,8 +175,8 @@ class _FewRowsTile:
     @property
     def sums(self) -> LaidTile:
         """Of each word, column and row of x, as the units lay them."""
-        tiles = (_WORDS, 1, _UNIT_ROWS), (_UNIT_ROWS, 1, _UNIT_ROWS), (_UNIT_ROWS, 1, 2)
-        return LaidTile((_WORDS, self.columns, _UNIT_ROWS), self.interpret, tiles, -9, (-3, -4))
+        tiles = (_TILE_WORDS, 1, _UNIT_ROWS), (_UNIT_ROWS, 1, _UNIT_ROWS), (_UNIT_ROWS, 1, 2)
+        return LaidTile((_TILE_WORDS, self.columns, _UNIT_ROWS), self.interpret, tiles, -9, (-3, -4))
 
     @property
     def bias(self) -> Array:
@@ -188,8 +192,11 @@ class _FewRowsTile:
         tiling, bias = self.tiling, bias[0]
         lead, j = divmod_int32(program, self.across)
         stretch, i = divmod_int32(lead, self.down)
-        last = self.problem.width // _WORD - _WORDS
-        place, parts = pl.ds(jnp.minimum(j * np.int32(_WORDS), np.int32(last)), _WORDS), self.rows // self.kept
+        last = self.problem.width // _WORD - _TILE_WORDS
+        place, parts = (
+            pl.ds(jnp.minimum(j * np.int32(_TILE_WORDS), np.int32(last)), _TILE_WORDS),
+            self.rows // self.kept,
+        )
         zeros = (self.sums.full(0.0),) * parts
 
         def step(number: Array, total: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -294,11 +301,23 @@ class _FewRowsTile:
             numbers = [_numbers(part).reshape(self.kept, _DOWN, -1, 2) for part in xs]
             new = [jnp.einsum("ctrwe,mtre->wcm", values, part, precision="highest") for part in numbers]
             return tuple(c + jnp.broadcast_to(d, c.shape) for c, d in zip(sums, new, strict=True))
+        return self.multiply_by_units(sums, pairs, xs, self._multiply_pairs)
+
+    @staticmethod
+    def multiply_by_units(sums: Any, pairs: Sequence[Any], xs: Any, multiply: Callable[..., Any]) -> Any:
+        """The sums after a span, of a function that multiplies four rows of W of each thread."""
         for place in range(0, len(pairs), 2):
             for term in range(len(pairs[0][0])):
                 terms = [each[term] for two in zip(*pairs[place : place + 2], strict=True) for each in two]
-                sums = self._multiply_pairs(sums, terms, xs, place)
+                sums = multiply(sums, terms, xs, place)
         return sums
+
+    @staticmethod
+    def unit_products(values: Sequence[Any]) -> Iterator[tuple[int, list[Any]]]:
+        """For each product of the units the place of its two registers of sums, and its left registers, in order."""
+        for column in range(0, len(values) // 2, 2):
+            a, b, d, e = values[2 * column : 2 * column + 4]
+            yield column, [a, d, b, e]
 
     def _multiply_pairs(
         self, sums: tuple[Array, ...], terms: Sequence[Any], xs: Sequence[Array], place: int
@@ -338,9 +357,8 @@ class _FewRowsTile:
                 numbers = [v for register in x.registers.flat for v in _elements(register)][place : place + 2]
                 right = operand([vector.bitcast(two, v) for v in numbers], (16, _UNIT_ROWS), layouts.rhs)
                 registers = list(c.registers.flat)
-                for column in range(0, len(registers), 2):
-                    a, b, d, e = values[2 * column : 2 * column + 4]
-                    left = operand([a, d, b, e], (64, 16), layouts.lhs)
+                for column, left_registers in self.unit_products(values):
+                    left = operand(left_registers, (64, 16), layouts.lhs)
                     acc = operand(registers[column : column + 2], (64, _UNIT_ROWS), layouts.acc)
                     registers[column : column + 2] = mgpu.mma(acc, left, right).registers.flat
                 array = np.array(registers, dtype=object).reshape(c.registers.shape)
@@ -350,7 +368,7 @@ class _FewRowsTile:
         return tuple(multiply(tuple(sums), tuple(arrays), tuple(xs)))
 
 
-def _twice(bits: int) -> np.uint32:
+def _twice(bits: Any) -> np.uint32:
     """Bits of 16 in both halves of a word."""
     return np.uint32(bits * 0x10001)
 
@@ -370,7 +388,7 @@ def _numbers_of_term(term: tuple[Array, Any, Any]) -> Array:
     return lax.bitcast_convert_type(bits | others, jnp.float32)
 
 
-def _number(pair: np.uint32) -> float:
+def _number(pair: Any) -> float:
     """The number of a pair of two equal ones."""
     return float(np.uint32(pair & 0xFFFF0000).view(np.float32))
 
