@@ -12,9 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu
+from jax.extend.mlir import ir
 
 from jchop._kernels.pallas import ArrayType, result_types
 from jchop._kernels.tiles import WARP_LANES, WARPS
@@ -146,6 +150,42 @@ class LaidTile(_Registers):
     @property
     def layout(self) -> Any:
         return _layout(self.tiles, self.warps, self.lanes)
+
+    def on_registers(self, fun: Callable[..., Any], *words: Any) -> Array:
+        """The words that a function of words of MLIR gives for each register; an integer is the same word in all."""
+        arrays = [x for x in words if isinstance(x, Array)]
+        out = plgpu.ShapeDtypeStruct(self.shape, jnp.uint32, self.layout)
+
+        @plgpu.inline_mgpu(arg_types=(self.layout,) * len(arrays), return_type=out)
+        def run(_: Any, *arrays: Any) -> Any:
+            word, given = ir.IntegerType.get_signless(32), iter(arrays)
+            columns = [
+                [utils.bitcast(v, word) for v in next(given).registers.flat]
+                if isinstance(x, Array)
+                else [utils.c(int(np.uint32(x).view(np.int32)), word)] * arrays[0].registers.size
+                for x in words
+            ]
+            kind = arrays[0].registers.flat[0].type
+            made = [utils.bitcast(fun(*each), kind) for each in zip(*columns, strict=True)]
+            return fragmented_array(made, arrays[0].layout, arrays[0].shape, is_signed=False)
+
+        return run(*arrays)
+
+    def select_bytes(self, a: Array | int, b: Array | int, selector: Array | int) -> Array:
+        """Words of four bytes. Four bits of a selector, low ones first, number a byte of `a`, or from 4 on of `b`."""
+        if not self.interpret:
+            return self.on_registers(lambda a, b, selector: utils.prmt(b, a, selector), a, b, selector)
+        out, (a, b, selector) = jnp.uint32(0), map(jnp.uint32, (a, b, selector))
+        for i in range(4):
+            place = selector >> (4 * i) & 7
+            out |= (jnp.where(place < 4, a, b) >> (8 * (place & 3)) & 0xFF) << (8 * i)
+        return out
+
+
+def fragmented_array(registers: Any, layout: Any, shape: Any, is_signed: bool | None = None) -> Any:
+    """An array of MLIR that has these registers."""
+    array = np.array(list(registers), dtype=object).reshape(layout.registers_shape(shape))
+    return mgpu.FragmentedArray(_registers=array, _layout=layout, _is_signed=is_signed)
 
 
 def _layout(tiles: tuple[tuple[int, ...], ...], warps: int | None, lanes: tuple[int, ...]) -> Any:

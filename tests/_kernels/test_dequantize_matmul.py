@@ -117,30 +117,19 @@ def test_gpu_tilings(shape, tiling, rng):
 def multiply_by_threads(tile: Any, sums: Any, pairs: Any, xs: Any) -> Any:
     """The sums after a span by the registers of each thread, and the order in which the kernel gives them to units."""
 
-    def numbers_of(term: Any) -> np.ndarray:
-        word, factor, other = (
-            registers_of(tile.words, v)[..., 0, 0] if isinstance(v, jax.Array) else v for v in term
-        )  # fmt: skip
-        return np.asarray(dequantize_matmul_gpu._numbers_of_term((jnp.asarray(word), factor, jnp.asarray(other)
-                          if isinstance(other, np.ndarray) else other)))  # fmt: skip
+    def by_thread(layout: Any, numbers: Any) -> list[np.ndarray]:
+        """The pairs of each register of a word."""
+        registers = registers_of(layout, np.asarray(numbers).view(np.complex64)[..., 0]).reshape(4, 32, -1, 1)
+        return list(np.moveaxis(np.ascontiguousarray(registers).view(np.float32), 2, 0))
 
-    def multiply(sums: Any, terms: Any, xs: Any, place: int) -> Any:
-        values, out = [numbers_of(term) for term in terms], []
-        for c, x in zip(sums, xs, strict=True):
-            right, new = [x[:, :, i] for i in (place, place + 1)], list(np.moveaxis(c, 2, 0))
-            for column, left in tile.unit_products(values):
-                new[column : column + 2] = mma(new[column : column + 2], left, right)
-            out.append(np.stack(new, 2))
-        return out
-
-    count = pairs[0][0][0][0].shape[1]
-    each = [[[tuple(v[:, i] if isinstance(v, jax.Array) else v for v in term) for term in terms]
-             for terms in pairs[0]] for i in range(count)]  # fmt: skip
-    given = [np.asarray(dequantize_matmul_gpu._numbers(jnp.asarray(registers_of(tile.numbers, part)))) for part in xs]
-    given = [part.reshape(*part.shape[:2], -1, 2) for part in given]
-    before = [registers_of(tile.sums, part) for part in sums]
-    after = tile.multiply_by_units(before, each, given, multiply)
-    return tuple(jnp.asarray(array_of(tile.sums, part)) for part in after)
+    terms = [[by_thread(tile.words, dequantize_matmul_gpu._numbers(term)) for term in each] for each in pairs]
+    out = []
+    for c, x in zip(sums, xs, strict=True):
+        numbers = by_thread(tile.numbers, dequantize_matmul_gpu._numbers(x))
+        before = list(np.moveaxis(registers_of(tile.sums, c), 2, 0))
+        after = dequantize_matmul_gpu.multiply_registers(before, terms, numbers, mma)
+        out.append(jnp.asarray(array_of(tile.sums, np.stack(after, 2))))
+    return tuple(out)
 
 
 #: One row, several, and more than the units take at once; codes of 2, 4 and 8 bits, floats, and numbers of three terms.
@@ -154,6 +143,7 @@ BY_THREADS = [
     ("float8_e5m2", (8, 32, 128, 32), "bfloat16"),
     ("float4_e2m1fn", (2, 32, 256, 32), "float32"),
     ("fixed2.2", (9, 32, 256, 16), "bfloat16"),
+    ("uint8", (2, 32, 128, 32), "bfloat16"),
 ]
 
 

@@ -9,8 +9,9 @@ ends with the matrix; a part that two tiles share is written twice, equally.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ from jchop._common.bit_ops import FLOAT32, low_mask
 from jchop._core.matmul.dequantize_matmul import is_exact_in
 from jchop._core.rounding.codes import decode_elements
 from jchop._kernels.pallas import divmod_int32
+from jchop._kernels.primitive import compute_capability
 from jchop._kernels.products.dequantize_matmul import (
     DEQUANTIZE_BYTES,
     MOST_DEQUANTIZE_ROWS,
@@ -36,19 +38,16 @@ from jchop._kernels.products.dequantize_matmul import (
 )
 from jchop._kernels.products.matmul import int32_loop
 from jchop._kernels.tiles import next_multiple
-from jchop._kernels.warpgroups import LaidTile, call_on_warpgroups, plgpu
+from jchop._kernels.warpgroups import LaidTile, call_on_warpgroups, fragmented_array, plgpu
 from jchop.formats import ElementFormat, IntegerFormat
 from jchop.formats._catalogue import float4_e2m1fn, float8_e4m3fn, float8_e5m2
 
+llvm: Any = getattr(utils, "llvm")  # noqa: B009 - a dialect that JAX does not export
 #: Bytes of a word, words of a tile in a row of W, and threads that share a column.
 _WORD, _TILE_WORDS, _DOWN = 4, DEQUANTIZE_BYTES // 4, 4
-#: Floats that bfloat16 holds but for a factor: the place of their first bit, the binary exponent of the factor, and the
-#: number that brings the first code of an infinity or a NaN to 2^7.
-_SHORT_FLOATS: dict[Any, tuple[int, int, int]] = {
-    float8_e4m3fn: (4, 120, 1),
-    float8_e5m2: (5, 112, 4),
-    float4_e2m1fn: (6, 126, 0),
-}
+#: Formats that chips convert to float16, from this compute capability on, and their names in PTX.
+_FLOAT8_IN_PTX: dict[Any, str] = {float8_e4m3fn: "e4m3x2", float8_e5m2: "e5m2x2"}
+_HAS_FLOAT8 = 8.9
 #: Columns of the units' right operand: rows of x.
 _UNIT_ROWS = 8
 
@@ -88,12 +87,12 @@ def gpu_dequantize_matmul(
         steps = k // (tiling.depth * tiling.loads), tiling.loads, _DOWN
         xs = lax.bitcast_convert_type(rows.reshape(len(rows), *steps, tiling.depth // (2 * _DOWN), 2), jnp.uint32)
         words = lax.bitcast_convert_type(codes.reshape(k, -1, _WORD), jnp.uint32)
-        words = words.reshape(*steps, tiling.depth // _DOWN, -1)
+        words = words.reshape(*steps, tiling.depth // (2 * _DOWN), 2, -1)
         (y,) = call_on_warpgroups(
             tile.kernel,
             tile.down * tile.across * tile.stretches,
-            [xs, words, scales.reshape(problem.groups, words.shape[4], tile.columns), tile.bias[None]],
-            [((tile.stretches, len(rows) // tile.kept, words.shape[4], tile.columns, tile.kept), jnp.float32)],
+            [xs, words, scales.reshape(problem.groups, words.shape[5], tile.columns), tile.bias[None]],
+            [((tile.stretches, len(rows) // tile.kept, words.shape[5], tile.columns, tile.kept), jnp.float32)],
             name="dequantize_matmul",
             interpret=interpret,
         )
@@ -105,12 +104,17 @@ def gpu_dequantize_matmul(
 
 def _bfloat16_terms(x: Array) -> list[Array]:
     """Three arrays of bfloat16 numbers, whose sum is float32 numbers exactly unless it is too small for bfloat16."""
+    heads = _heads(jnp.where(jnp.isfinite(x), x, 0), 3)
+    first, *others = (lax.bitcast_convert_type(head, jnp.float32).astype(jnp.bfloat16) for head in heads)
+    return [jnp.where(jnp.isfinite(x), first, x.astype(jnp.bfloat16)), *others]
+
+
+def _heads(x: Array, count: int) -> list[Array]:
+    """Words with bits of bfloat16 numbers in the high half, whose sum is finite numbers."""
     out = []
-    for _ in range(3):
-        bits = lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(0xFFFF0000)
-        term = jnp.where(jnp.isfinite(x), lax.bitcast_convert_type(bits, jnp.float32), x)
-        out.append(term.astype(jnp.bfloat16))
-        x = jnp.where(jnp.isfinite(x), x - term, 0)
+    for _ in range(count):
+        out.append(lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(0xFFFF0000))
+        x = x - lax.bitcast_convert_type(out[-1], jnp.float32)
     return out
 
 
@@ -161,8 +165,9 @@ class _FewRowsTile:
 
     @property
     def words(self) -> LaidTile:
-        """A word of each thread, in a row of W."""
-        return LaidTile((_DOWN, _TILE_WORDS), self.interpret, ((_DOWN, _TILE_WORDS), (_DOWN, 8), (1,)), -4, (-2, -3))
+        """A word of each thread in every second row of W in a span."""
+        shape = _DOWN, self.tiling.depth // (2 * _DOWN), _TILE_WORDS
+        return LaidTile(shape, self.interpret, ((_DOWN, 1, _TILE_WORDS), (_DOWN, 1, 8), (1,)), -5, (-2, -4))
 
     @property
     def numbers(self) -> LaidTile:
@@ -201,20 +206,15 @@ class _FewRowsTile:
 
         def step(number: Array, total: tuple[Array, ...]) -> tuple[Array, ...]:
             """The sums after some spans."""
-            spans, deep = range(tiling.loads), range(tiling.depth // _DOWN)
-            if self.interpret:
-                both = [words.at[number, span, :, :, place][...] for span in spans]
-                loaded: Any = [[rows[:, first::2] for first in (0, 1)] for rows in both]
-            else:
-                loaded = [[self.words.load(words.at[number, span, :, row, place]) for row in deep] for span in spans]
-            for span, span_words in enumerate(loaded):
+            spans = range(tiling.loads)
+            loaded = [[self.words.load(words.at[number, span, :, :, row, place]) for row in (0, 1)] for span in spans]
+            for span, (a, b) in enumerate(loaded):
                 xs = []
                 for part in range(parts):
                     row = (i * np.int32(parts) + np.int32(part)) * np.int32(self.kept)
                     rows = row if self.kept == 1 else pl.ds(row, self.kept)
                     xs.append(self.numbers.load(x.at[rows, number, span]))
-                pairs = [self._pairs(*two, bias) for two in zip(span_words[::2], span_words[1::2], strict=True)]
-                sums = self._multiply(zeros, pairs, xs)
+                sums = self._multiply(zeros, self._pairs(a, b, bias), xs)
                 begin = (number * np.int32(tiling.loads) + np.int32(span)) * np.int32(tiling.depth)
                 group = lax.div(begin, np.int32(self.problem.group))
                 scale = self.sums.load_along(scales.at[group, place, :], 0, 1).astype(jnp.float32)
@@ -240,91 +240,102 @@ class _FewRowsTile:
             arg_types=(self.sums.layout,), return_type=plgpu.ShapeDtypeStruct(total.shape[:2], total.dtype, layout)
         )
         def first(_: Any, total: Any) -> Any:
-            array = np.array([utils.vector_slice(v, slice(0, 1)) for v in total.registers.flat], dtype=object)
-            own = total.layout.reduce((2,))
-            array = array.reshape(own.registers_shape(total.shape[:2]))
-            return mgpu.FragmentedArray(_registers=array, _layout=own, _is_signed=None)
+            registers = [utils.vector_slice(v, slice(0, 1)) for v in total.registers.flat]
+            return fragmented_array(registers, total.layout.reduce((2,)), total.shape[:2])
 
         return first(total)
 
-    def _pairs(self, a: Array, b: Array, bias: Array) -> list[list[tuple[Array, Any, Any]]]:
-        """For each column of words in two rows the terms of its numbers.
-
-        A term is a pair of bfloat16 numbers in the bits of a word, a factor or None, and another word. The term is the
-        pair minus the other pair, or the pair times the factor, with the other bits.
-        """
-        bits, fmt = self.format.bits, self.format
-        halves = [a & np.uint32(0xFFFF) | b << 16, a >> 16 | b & np.uint32(0xFFFF0000)]
-        codes = [half >> shift if shift else half for half in halves for shift in range(0, 16, bits)]
-        if (
-            isinstance(fmt, IntegerFormat) and not fmt.narrow and (fmt.signed or bits < 8)
-        ):  # the last bits of 2^7 + code
+    def _pairs(self, a: Array, b: Array, bias: Array) -> list[list[Array]]:
+        """For each column of words in two rows the terms of its numbers: pairs of bfloat16 numbers."""
+        bits, fmt, select = self.format.bits, self.format, self.words.select_bytes
+        if bits == 8 and fmt in _FLOAT8_IN_PTX and not self.interpret and (compute_capability() or 0) >= _HAS_FLOAT8:
+            return [[self._convert(select(a, b, order), half)] for order in (0x5140, 0x7362) for half in "lh"]
+        words = [select(a, b, 0x4400 + 0x1111 * i) for i in range(_WORD)]  # each byte of a row twice
+        codes = [(word, shift) for word in words for shift in range(0, 8, bits)]
+        if isinstance(fmt, IntegerFormat) and not fmt.narrow and (fmt.signed or bits < 8):
             if bits == 8:
-                return [[(c & _twice(0x7F) | bias, None, c & _twice(0x80) | bias)] for c in codes]
-            zero = _twice(0x4300 + (1 << (bits - 1)) * fmt.signed)
-            return [[(c & _twice(low_mask(bits)) ^ bias, None, zero)] for c in codes]
-        if fmt in _SHORT_FLOATS:  # the last bits of the exponent
-            shift, exponent, special = _SHORT_FLOATS[fmt]
-            out = []
-            for c in codes:
-                size = c & _twice(low_mask(bits - 1))
-                pair = size << shift | c << (16 - bits) & _twice(0x8000)
-                other = (size + _twice(special) & _twice(0x80)) * np.uint32(0xFF) if special else _twice(0)
-                out.append([(pair, 2.0**exponent, other)])
-            return out
+                return [[self._fma(c & _twice(0x7F) | bias, 1, c & _twice(0x80) | bias)] for c in words]
+            zero = _twice(0x4300 + (1 << (bits - 1)) * fmt.signed)  # of 2^7 + code, in the last bits
+            return [[self._fma(c >> shift & _twice(low_mask(bits)) ^ bias, 1, zero)] for c, shift in codes]
+        if fmt == float4_e2m1fn:  # one product moves the sign and the other bits, the last ones of the exponent
+            return [
+                [self._fma((c & _twice(0xF << shift)) * np.uint32(0x1040 >> shift) & _twice(0x81C0), 2.0**126, 0)]
+                for c, shift in codes
+            ]
+        terms = 1 if is_exact_in(fmt, "bfloat16") else 3
+        if bits == 4:
+            return self._look_up(a, b, terms)
         out = []
         for shift in range(0, 8 * _WORD, bits):
-            numbers = [
-                decode_elements((word >> shift & np.uint32(low_mask(bits))).astype(jnp.int32), fmt, FLOAT32, short=True)
-                for word in (a, b)
-            ]
-            terms = []
-            for _ in range(1 if is_exact_in(fmt, "bfloat16") else 3):
-                heads = [lax.bitcast_convert_type(v, jnp.uint32) & np.uint32(0xFFFF0000) for v in numbers]
-                terms.append((heads[0] >> 16 | heads[1], None, _twice(0)))
-                numbers = [
-                    v - lax.bitcast_convert_type(head, jnp.float32) for v, head in zip(numbers, heads, strict=True)
-                ]
-            out.append(terms)
+            two = ((word >> shift & np.uint32(low_mask(bits))).astype(jnp.int32) for word in (a, b))
+            heads = (_heads(decode_elements(codes, fmt, FLOAT32, short=True), terms) for codes in two)
+            out.append([one >> 16 | other for one, other in zip(*heads, strict=True)])
         return out
+
+    def _look_up(self, a: Array, b: Array, terms: int) -> list[list[Array]]:
+        """`_pairs` of 16 values by tables of their bytes: a code selects a byte of eight, in two halves of a table."""
+        numbers, tables, select = self.format.decode(np.arange(16)).astype(np.float32), [], self.words.select_bytes
+        for _ in range(terms):
+            heads = (numbers.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+            tables.append(heads.view(np.uint8).reshape(16, 4)[:, 2:].T.copy().view("<u4").tolist())
+            numbers = numbers - heads
+        out: list[list[Array]] = [[] for _ in range(8)]
+        for odd, first in itertools.product((0, 1), (0, 4)):  # codes of `a` and of `b` in turn
+            codes = (a >> 4 if odd else a) & np.uint32(0x0F0F0F0F) | (b if odd else b << 4) & np.uint32(0xF0F0F0F0)
+            codes = codes >> (4 * first)
+            low, high = codes & np.uint32(0x77777777), codes >> 1 & np.uint32(0x44444444) | np.uint32(0x32103210)
+            for table in tables:
+                low_byte, high_byte = (select(select(v, w, low), select(x, y, low), high) for v, w, x, y in table)
+                out[first + odd].append(select(low_byte, high_byte, 0x5140))
+                out[first + odd + 2].append(select(low_byte, high_byte, 0x7362))
+        return out
+
+    def _fma(self, pair: Array, factor: float, other: Any) -> Array:
+        """The pair times a power of two, minus another pair, all of bfloat16."""
+        if not self.interpret:
+
+            def fma(*words: Any) -> Any:
+                pair, factor, other = (utils.bitcast(v, ir.VectorType.get((2,), ir.BF16Type.get())) for v in words)
+                return utils.bitcast(arith.subf(arith.mulf(pair, factor), other), words[0].type)
+
+            bits = int(np.float32(factor).view(np.uint32)) >> 16
+            return self.words.on_registers(fma, pair, _twice(bits), other)
+        numbers = _numbers(pair)
+        bits = lax.bitcast_convert_type(numbers, jnp.uint32)
+        small = (bits & np.uint32(0x7FFFFF)).astype(jnp.float32) * jnp.float32(factor * 2.0**-149)  # never flushed
+        small = jnp.where(bits >> 31 == 1, -small, small)
+        numbers = jnp.where(bits & np.uint32(0x7F800000) == 0, small, numbers * jnp.float32(factor))
+        numbers = numbers - _numbers(jnp.uint32(other))
+        bits = lax.bitcast_convert_type(numbers, jnp.uint32)
+        return bits[..., 0] >> 16 | bits[..., 1]
+
+    def _convert(self, codes: Array, half: str) -> Array:
+        """Two float8 codes in half of a word as a pair, by way of float16, which chips convert them to."""
+        ptx = f"{{.reg .b16 l, h; mov.b32 {{l, h}}, $1; cvt.rn.f16x2.{_FLOAT8_IN_PTX[self.format]} $0, {half};}}"
+
+        def convert(codes: Any) -> Any:
+            halves = llvm.inline_asm(codes.type, [codes], ptx, "=r,r")
+            floats = [ir.VectorType.get((2,), kind.get()) for kind in (ir.F16Type, ir.F32Type, ir.BF16Type)]
+            pair = arith.truncf(floats[2], arith.extf(floats[1], utils.bitcast(halves, floats[0])))
+            return utils.bitcast(pair, codes.type)
+
+        return self.words.on_registers(convert, codes)
 
     def _multiply(self, sums: tuple[Array, ...], pairs: Sequence[Any], xs: Sequence[Array]) -> tuple[Array, ...]:
         """The sums after a span.
 
         Args:
             sums: for each part of the rows of x.
-            pairs: for each two rows of W of a thread, and each column, the terms.
+            pairs: for each column the terms.
             xs: the parts of x.
         """
         if self.interpret:
-            values = jnp.stack([sum(map(_numbers_of_term, terms), jnp.float32(0)) for terms in pairs[0]])
+            values = jnp.stack([sum(map(_numbers, terms), jnp.float32(0)) for terms in pairs])
             numbers = [_numbers(part).reshape(self.kept, _DOWN, -1, 2) for part in xs]
             new = [jnp.einsum("ctrwe,mtre->wcm", values, part, precision="highest") for part in numbers]
             return tuple(c + jnp.broadcast_to(d, c.shape) for c, d in zip(sums, new, strict=True))
-        return self.multiply_by_units(sums, pairs, xs, self._multiply_pairs)
-
-    @staticmethod
-    def multiply_by_units(sums: Any, pairs: Sequence[Any], xs: Any, multiply: Callable[..., Any]) -> Any:
-        """The sums after a span, of a function that multiplies four rows of W of each thread."""
-        for place in range(0, len(pairs), 2):
-            for term in range(len(pairs[0][0])):
-                terms = [each[term] for two in zip(*pairs[place : place + 2], strict=True) for each in two]
-                sums = multiply(sums, terms, xs, place)
-        return sums
-
-    @staticmethod
-    def unit_products(values: Sequence[Any]) -> Iterator[tuple[int, list[Any]]]:
-        """For each product of the units the place of its two registers of sums, and its left registers, in order."""
-        for column in range(0, len(values) // 2, 2):
-            a, b, d, e = values[2 * column : 2 * column + 4]
-            yield column, [a, d, b, e]
-
-    def _multiply_pairs(
-        self, sums: tuple[Array, ...], terms: Sequence[Any], xs: Sequence[Array], place: int
-    ) -> tuple[Array, ...]:
-        """The sums after four rows of W of each thread: for each column two terms, and pairs of x from `place` on."""
         words, part, total = self.words.layout, self.numbers.layout, self.sums.layout
-        arrays = [v for term in terms for v in (term[0], term[2]) if isinstance(v, Array)]
+        arrays = tuple(itertools.chain(*pairs))
 
         @plgpu.inline_mgpu(
             arg_types=((total,) * len(sums), (words,) * len(arrays), (part,) * len(xs)),
@@ -333,64 +344,47 @@ class _FewRowsTile:
         def multiply(_: Any, sums: Any, arrays: Any, xs: Any) -> Any:
             kind = ir.BF16Type.get()
             layouts, two = mgpu.MMALayouts(kind), ir.VectorType.get((2,), kind)
-            word, given = ir.VectorType.get((1,), ir.IntegerType.get_signless(32)), iter(arrays)
 
-            def operand(registers: list[Any], shape: tuple[int, int], layout: Any) -> Any:
-                array = np.array(registers, dtype=object).reshape(layout.registers_shape(shape))
-                return mgpu.FragmentedArray(_registers=array, _layout=layout, _is_signed=None)
+            def operand(registers: Any, layout: Any, *shape: int) -> Any:
+                return fragmented_array([vector.bitcast(two, v) for v in registers], layout, shape)
 
-            def constant(number: float) -> Any:
-                return arith.constant(two, ir.DenseElementsAttr.get_splat(two, ir.FloatAttr.get(kind, number)))
+            def product(sums: list[Any], left: list[Any], right: list[Any]) -> Any:
+                rows, columns = operand(left, layouts.lhs, 64, 16), operand(right, layouts.rhs, 16, _UNIT_ROWS)
+                return mgpu.mma(fragmented_array(sums, layouts.acc, (64, _UNIT_ROWS)), rows, columns).registers.flat
 
-            def value(pair: Any, factor: float | None, other: Any) -> Any:
-                pair = vector.bitcast(two, next(given).registers.item())
-                bits = next(given).registers.item() if isinstance(other, Array) else None
-                if factor is None:
-                    return arith.subf(pair, constant(_number(other)) if bits is None else vector.bitcast(two, bits))
-                product = arith.mulf(pair, constant(factor))
-                if bits is None:
-                    return product
-                return vector.bitcast(two, arith.ori(vector.bitcast(word, product), bits))
-
-            values, out = [value(*term) for term in terms], []
+            given = iter(arrays)
+            values, out = [[list(next(given).registers.flat) for _ in terms] for terms in pairs], []
             for c, x in zip(sums, xs, strict=True):
-                numbers = [v for register in x.registers.flat for v in _elements(register)][place : place + 2]
-                right = operand([vector.bitcast(two, v) for v in numbers], (16, _UNIT_ROWS), layouts.rhs)
-                registers = list(c.registers.flat)
-                for column, left_registers in self.unit_products(values):
-                    left = operand(left_registers, (64, 16), layouts.lhs)
-                    acc = operand(registers[column : column + 2], (64, _UNIT_ROWS), layouts.acc)
-                    registers[column : column + 2] = mgpu.mma(acc, left, right).registers.flat
-                array = np.array(registers, dtype=object).reshape(c.registers.shape)
-                out.append(mgpu.FragmentedArray(_registers=array, _layout=c.layout, _is_signed=None))
+                numbers = [v for register in x.registers.flat for v in _elements(register)]
+                registers = multiply_registers(list(c.registers.flat), values, numbers, product)
+                out.append(fragmented_array(registers, c.layout, c.shape))
             return tuple(out)
 
-        return tuple(multiply(tuple(sums), tuple(arrays), tuple(xs)))
+        return tuple(multiply(tuple(sums), arrays, tuple(xs)))
+
+
+def multiply_registers(
+    sums: list[Any], values: Sequence[Any], numbers: Sequence[Any], product: Callable[..., Any]
+) -> list[Any]:
+    """The sums of a thread after a span.
+
+    Args:
+        sums: a register for each column.
+        values: for each column, for each term, a register for each two rows of W.
+        numbers: registers of x for the same rows.
+        product: of the units, from two registers of sums, four of W and two of x.
+    """
+    for place in range(0, len(numbers), 2):
+        for column in range(0, len(values), 2):
+            for one, two in zip(*values[column : column + 2], strict=True):
+                left = [one[place], two[place], one[place + 1], two[place + 1]]
+                sums[column : column + 2] = product(sums[column : column + 2], left, numbers[place : place + 2])
+    return sums
 
 
 def _twice(bits: Any) -> np.uint32:
     """Bits of 16 in both halves of a word."""
     return np.uint32(bits * 0x10001)
-
-
-def _numbers_of_term(term: tuple[Array, Any, Any]) -> Array:
-    """The numbers of a term, float32."""
-    pair, factor, other = term
-    if factor is None:
-        return _numbers(pair) - (_numbers(other) if isinstance(other, Array) else _number(other))
-    numbers = _numbers(pair)
-    bits = lax.bitcast_convert_type(numbers, jnp.uint32)
-    small = (bits & np.uint32(0x7FFFFF)).astype(jnp.float32) * jnp.float32(factor * 2.0**-149)  # never flushed to zero
-    small = jnp.where(bits >> 31 == 1, -small, small)
-    product = jnp.where(bits & np.uint32(0x7F800000) == 0, small, numbers * jnp.float32(factor))
-    bits = lax.bitcast_convert_type(product, jnp.uint32)
-    others = lax.bitcast_convert_type(_numbers(jnp.broadcast_to(other, pair.shape)), jnp.uint32)
-    return lax.bitcast_convert_type(bits | others, jnp.float32)
-
-
-def _number(pair: Any) -> float:
-    """The number of a pair of two equal ones."""
-    return float(np.uint32(pair & 0xFFFF0000).view(np.float32))
 
 
 def _numbers(pairs: Array) -> Array:
