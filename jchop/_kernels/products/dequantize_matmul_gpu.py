@@ -198,10 +198,8 @@ class _FewRowsTile:
         lead, j = divmod_int32(program, self.across)
         stretch, i = divmod_int32(lead, self.down)
         last = self.problem.width // _WORD - _TILE_WORDS
-        place, parts = (
-            pl.ds(jnp.minimum(j * np.int32(_TILE_WORDS), np.int32(last)), _TILE_WORDS),
-            self.rows // self.kept,
-        )
+        place = pl.ds(jnp.minimum(j * np.int32(_TILE_WORDS), np.int32(last)), _TILE_WORDS)
+        parts = self.rows // self.kept
         zeros = (self.sums.full(0.0),) * parts
 
         def step(number: Array, total: tuple[Array, ...]) -> tuple[Array, ...]:
