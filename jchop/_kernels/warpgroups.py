@@ -174,7 +174,7 @@ class LaidTile(_Registers):
     def select_bytes(self, a: Array | int, b: Array | int, selector: Array | int) -> Array:
         """Words of four bytes. Four bits of a selector, low ones first, number a byte of `a`, or from 4 on of `b`."""
         if not self.interpret:
-            return self.on_registers(lambda a, b, selector: utils.prmt(b, a, selector), a, b, selector)
+            return self.on_registers(utils.prmt, a, b, selector)  # JAX calls the first one high; PTX takes it as low
         out, (a, b, selector) = jnp.uint32(0), map(jnp.uint32, (a, b, selector))
         for i in range(4):
             place = selector >> (4 * i) & 7
