@@ -372,7 +372,7 @@ def _kernel_obstacle(ctx: Any, platform: str, min_capability: float, capability_
             "with every mesh axis manual"
         )
     if platform == "cuda":
-        capability = _compute_capability()
+        capability = compute_capability()
         if capability is None:
             return "the GPU that it is lowered for is not known; name it with jax.default_device"
         if capability < min_capability:
@@ -433,7 +433,7 @@ def by_platform(otherwise: Callable[..., Any], *arrays: Any, **on: Callable[...,
     return jax.lax.platform_dependent(*arrays, default=otherwise, **on)
 
 
-def _compute_capability() -> float | None:
+def compute_capability() -> float | None:
     """The compute capability of the default device, or None if it is not a GPU."""
     device = jax.config.jax_default_device  # type: ignore[attr-defined]
     if device is None or isinstance(device, str):

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu
+from jax.extend.mlir import ir
 
 from jchop._kernels.pallas import ArrayType, result_types
 from jchop._kernels.tiles import WARP_LANES, WARPS
@@ -54,6 +58,10 @@ class _Registers:
         x = jnp.full(self.shape, value, jnp.float32)
         return x if self.interpret else plgpu.layout_cast(x, self.layout)
 
+    def load(self, ref: Any) -> Array:
+        """The tile at a reference in global memory."""
+        return ref[...] if self.interpret else plgpu.load(ref, *_LOAD_INDEX, layout=self.layout, optimized=False)
+
     def load_along(self, ref: Any, *axes: int) -> Array:
         """Numbers along some axes of the tile, repeated along the others."""
         if self.interpret:
@@ -77,13 +85,11 @@ class RegisterTile(_Registers):
         shape: of the tile.
         lanes: the threads of a warp along the words; the others, and the warps, are along the rows.
         interpret: whether the kernel is interpreted.
-        across: whether the warps are along the words. Then no warp needs the numbers of another for a sum of rows.
     """
 
     shape: tuple[int, int, int]
     lanes: int
     interpret: bool
-    across: bool = False
 
     @property
     def layout(self) -> Any:
@@ -92,33 +98,8 @@ class RegisterTile(_Registers):
         if lanes == WARP_LANES:
             return _layout(((WARPS, lanes, numbers),), -3, (-2,))
         down = WARP_LANES // lanes
-        if self.across:
-            return _layout(((down, WARPS * lanes, numbers), (down, lanes, numbers)), -5, (-3, -2))
         tiles = (WARPS * down, lanes, numbers), (down, lanes, numbers)
         return _layout(tiles, -6, (-3, -2) if lanes > 1 else (-3,))
-
-    def load(self, ref: Any) -> Array:
-        """The tile at a reference in global memory."""
-        return ref[...] if self.interpret else plgpu.load(ref, *_LOAD_INDEX, layout=self.layout, optimized=False)
-
-    def load_interleaved(self, ref: Any, parts: int) -> list[Array]:
-        """Some parts whose numbers are in turn, (words, numbers * parts), repeated along rows, float32.
-
-        The sums and selections have one term that is not a constant zero, so the compiler leaves nothing of them.
-        """
-        if parts == 1:
-            return [self.load_along(ref, 1, 2).astype(jnp.float32)]
-        wide = replace(self, shape=(*self.shape[:2], self.shape[2] * parts))
-        numbers = wide.load_along(ref, 1, 2)
-        bits = lax.bitcast_convert_type(numbers, f"uint{8 * numbers.dtype.itemsize}").astype(jnp.int32)
-        bits = bits << (32 - 8 * numbers.dtype.itemsize)  # of bfloat16: the bits of float32
-        columns, own, out = wide.iota(2), self.iota(2), [self.full(0.0).astype(jnp.int32)] * parts
-        for index in range(wide.shape[2]):
-            number, part = divmod(index, parts)
-            one = lax.broadcast_in_dim(jnp.sum(jnp.where(columns == index, bits, 0), axis=2), self.shape, (0, 1))
-            one = one if self.interpret else plgpu.layout_cast(one, self.layout)
-            out[part] = jnp.where(own == number, one, out[part])
-        return [lax.bitcast_convert_type(x, jnp.float32) for x in out]
 
     def maximum(self, x: Array, axis: tuple[int, ...], keepdims: bool = False) -> Array:
         """`jax.numpy.max` of a tile; with `keepdims`, the result repeated along the axes."""
@@ -148,9 +129,73 @@ class RegisterMatrix(_Registers):
         return plgpu.Layout.WGMMA
 
 
-def _layout(tiles: tuple[tuple[int, ...], ...], warps: int, lanes: tuple[int, ...]) -> Any:
+@dataclass(frozen=True)
+class LaidTile(_Registers):
+    """A tile in registers as its arguments say.
+
+    Args:
+        shape: of the tile.
+        interpret: whether the kernel is interpreted.
+        tiles: the tile, and the tiles that each is cut into.
+        warps: the dimension of the cut tile, from the last one on, along which the warps are; or None if all are equal.
+        lanes: likewise of the threads of a warp; a positive number is a number of equal threads.
+    """
+
+    shape: tuple[int, ...]
+    interpret: bool
+    tiles: tuple[tuple[int, ...], ...]
+    warps: int | None
+    lanes: tuple[int, ...]
+
+    @property
+    def layout(self) -> Any:
+        return _layout(self.tiles, self.warps, self.lanes)
+
+    def on_registers(self, fun: Callable[..., Any], *words: Any) -> Array:
+        """The words that a function of words of MLIR gives for each register; an integer is the same word in all."""
+        arrays = [x for x in words if isinstance(x, Array)]
+        out = plgpu.ShapeDtypeStruct(self.shape, jnp.uint32, self.layout)
+
+        @plgpu.inline_mgpu(arg_types=(self.layout,) * len(arrays), return_type=out)
+        def run(_: Any, *arrays: Any) -> Any:
+            word, given = ir.IntegerType.get_signless(32), iter(arrays)
+            columns = [
+                [utils.bitcast(v, word) for v in next(given).registers.flat]
+                if isinstance(x, Array)
+                else [utils.c(int(np.uint32(x).view(np.int32)), word)] * arrays[0].registers.size
+                for x in words
+            ]
+            kind = arrays[0].registers.flat[0].type
+            made = [utils.bitcast(fun(*each), kind) for each in zip(*columns, strict=True)]
+            return fragmented_array(made, arrays[0].layout, arrays[0].shape, is_signed=False)
+
+        return run(*arrays)
+
+    def select_bytes(self, a: Array | int, b: Array | int, selector: Array | int) -> Array:
+        """Words of four bytes. Four bits of a selector, low ones first, number a byte of `a`, or from 4 on of `b`."""
+        if not self.interpret:
+            return self.on_registers(utils.prmt, a, b, selector)  # JAX calls the first one high; PTX takes it as low
+        out, (a, b, selector) = jnp.uint32(0), map(jnp.uint32, (a, b, selector))
+        for i in range(4):
+            place = selector >> (4 * i) & 7
+            out |= (jnp.where(place < 4, a, b) >> (8 * (place & 3)) & 0xFF) << (8 * i)
+        return out
+
+
+def fragmented_array(registers: Any, layout: Any, shape: Any, is_signed: bool | None = None) -> Any:
+    """An array of MLIR that has these registers."""
+    array = np.array(list(registers), dtype=object).reshape(layout.registers_shape(shape))
+    return mgpu.FragmentedArray(_registers=array, _layout=layout, _is_signed=is_signed)
+
+
+def _layout(tiles: tuple[tuple[int, ...], ...], warps: int | None, lanes: tuple[int, ...]) -> Any:
     """A layout of tiles in registers: the axes of warps and of lanes, and a vector along the last one."""
-    return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(warps,), lane_dims=lanes, vector_dim=-1)
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(tiles),
+        warp_dims=(plgpu.Replicated(WARPS) if warps is None else warps,),
+        lane_dims=tuple(plgpu.Replicated(lane) if lane > 0 else lane for lane in lanes),
+        vector_dim=-1,
+    )
 
 
 def call_on_warpgroups(

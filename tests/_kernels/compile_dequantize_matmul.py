@@ -22,6 +22,7 @@ FORMATS: dict[str, ElementFormat] = {
     "float8_e5m2": float8_e5m2,
 }
 NF4: Any = as_spec("nf4(group=32)", "", scaled=True)
+OTHERS: dict[str, ElementFormat] = {"int2": IntegerFormat(2), "float4_e2m1fn": float4_e2m1fn, "nf4": NF4.element}
 _AMPERE_CAPABILITY = 8.0
 #: m, k, n, group: one row, few, many; groups of all kinds; sizes that nothing divides, which TPUs take.
 SHAPES = (
@@ -74,8 +75,7 @@ def cases(target: str) -> Iterator[Case]:
         yield from case(target, run, shape, name, FORMATS[name], dtype, scale_dtype, x64)
     if not is_tpu(target):
         yield from few_rows(target)
-    others = {"int2": IntegerFormat(2), "float4_e2m1fn": float4_e2m1fn, "nf4": NF4.element}
-    for name, format in others.items():
+    for name, format in OTHERS.items():
         shape = (16, 1000, 515, 32) if is_tpu(target) else (16, 1024, 528, 32)
         yield from case(target, run, shape, name, format, "bfloat16", "float32", True)
 
@@ -103,12 +103,16 @@ def case(
     yield Case(text, partial(run, format=format, group=shape[3]), avals, x64, checks_of(target))
 
 
-def few_rows(target: str) -> Iterator[Case]:
-    """Of large matrices, as a step of decoding has them."""
-    for name, rows, group in (
+def few_rows(target: str, of_table: bool = False) -> Iterator[Case]:
+    """Of large matrices, as a step of decoding has them; or those of the table of machine code."""
+    wanted = [
         ("int4", 8, 128), ("int4", 16, 128), ("int8", 2, 4096), ("float8_e4m3fn", 1, 128),
         ("float8_e4m3fn", 8, 128), ("float8_e5m2", 4, 4096),
-    ):  # fmt: skip
-        yield from case(
-            target, kernel_of(target), (rows, 4096, 4096, group), name, FORMATS[name], "bfloat16", "bfloat16"
-        )
+    ]  # fmt: skip
+    if of_table:
+        wanted = [(name, rows, 128) for name in ("int4", "int8", "float8_e4m3fn") for rows in (1, 8, 16)]
+        wanted += [("float4_e2m1fn", rows, group) for rows in (1, 16) for group in (16, 32)]
+        wanted += [("nf4", rows, 64) for rows in (1, 16)]
+    for name, rows, group in wanted:
+        format = (FORMATS | OTHERS)[name]
+        yield from case(target, kernel_of(target), (rows, 4096, 4096, group), name, format, "bfloat16", "bfloat16")

@@ -277,12 +277,12 @@ def _check_spills(compiled: Compiled) -> _Findings:
     return findings, faults or ([] if compiled.ptx else ["no PTX of a kernel was found"])
 
 
-def _assemble(path: Path, chip: str) -> list[str]:
+def _assemble(path: Path, chip: str, code: str = os.devnull) -> list[str]:
     """What `ptxas -v` says of spills and registers; nothing where there is no ptxas, or one older than the PTX."""
     ptxas = shutil.which("ptxas")
     if ptxas is None:
         return []
-    command = [ptxas, "-v", f"-arch={chip}", str(path), "-o", os.devnull]
+    command = [ptxas, "-v", f"-arch={chip}", str(path), "-o", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     said = done.stdout + done.stderr
     if done.returncode:
@@ -351,14 +351,35 @@ def _tell_products(compiled: Compiled) -> _Findings:
 
 
 def _tell_code(compiled: Compiled) -> _Findings:
-    """The cells of the table of machine code: registers, bytes spilled, and what multiplies."""
+    """The cells of the table of machine code, as JSON: registers, bytes spilled, what multiplies, and instructions."""
     path = compiled.ptx[0]
     text = path.read_text()
-    said = " ".join(_assemble(path, re.findall(r"^\.target\s+(\w+)", text, re.MULTILINE)[0]))
+    code = path.with_suffix(".cubin")
+    said = " ".join(_assemble(path, re.findall(r"^\.target\s+(\w+)", text, re.MULTILINE)[0], str(code)))
     assert "Used" in said, "ptxas is not at hand"
     registers, spilled = (sum(map(int, re.findall(p, said))) for p in (r"Used (\d+)", r"(\d+) bytes spill stores"))
-    names = sorted(set(re.findall(r"\bwgmma\.mma_async[\w.]*", text)))
-    return [f"{CODE}{registers}; {spilled}; {', '.join(f'`{name}`' for name in names) or 'none'}"], []
+    names = sorted(set(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.]*", text)))
+    return [CODE + json.dumps([registers, spilled, names, *_instructions(code)])], []
+
+
+def _instructions(code: Path) -> tuple[int, list[int]]:
+    """How many instructions machine code has, and each of its innermost loops."""
+    shown = subprocess.run(
+        ["nvdisasm", "-c", str(code)], capture_output=True, text=True, timeout=300, check=True
+    ).stdout
+    labels: dict[str, int] = {}
+    loops, count = [], 0
+    for line in shown.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = count
+        elif found := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@\S+\s+)?(\w+)(.*)", line):
+            count += found[1] != "NOP"
+            target = re.search(r"\.L_x_\d+", found[2])
+            if found[1] == "BRA" and target and labels.get(target[0], count) < count - 1:
+                begin = labels[target[0]]
+                if not any(begin <= other for other, _ in loops):
+                    loops.append((begin, count))
+    return count, [end - begin for begin, end in loops]
 
 
 TOLD, CODE = "multiplies: ", "code: "

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
 import jax
 import pytest
-from _kernels import compile_aligned, compile_codes, compiling
+from _kernels import code_table, compile_aligned, compile_codes, compiling
 
 import jchop as jc
 
@@ -61,6 +62,25 @@ def test_the_table_of_products_is_read_as_it_is_written() -> None:
     assert set(columns) == {*compiling.TARGETS, compiling.CPU}
     again = compile_codes.table(columns).replace(f"JAX {jax.__version__} ", f"JAX {version} ")
     assert again in PAGE.read_text()
+
+
+def test_the_table_of_code_has_every_kernel_on_every_chip() -> None:
+    """And decoding keeps its bounds: no spill; of int4 few instructions, and enough bytes in flight."""
+    page = PAGE.read_text()
+    for row in code_table.ROWS:
+        for target in code_table.RATES:
+            cells = re.findall(rf"^\| {re.escape(row.name)} \| {target} \| (.*) \|$", page, re.MULTILINE)
+            assert len(cells) == 1, (row.name, target)
+            if not row.loaded or cells[0].startswith("XLA"):
+                continue
+            _, spilled, unit, _, in_flight, each, _ = cells[0].split(" | ")
+            assert spilled == "0" and "mma.sync" in unit
+            assert not row.name.startswith("int4") or (float(each) <= 2.5 and int(in_flight) >= 64)
+
+
+def test_instructions_of_a_loop_count_for_each_pass() -> None:
+    row = code_table.Row("", "", numbers=4, passes=3, count=12)
+    assert row.instructions(20, [10, 6]) == (20 + 2 * 10) / 12
 
 
 def test_every_tensor_core_is_compiled() -> None:

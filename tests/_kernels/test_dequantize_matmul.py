@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _core.matmul.test_dequantize_matmul import DTYPES, FORMATS, FOUR, exact_data, random_data, rounded, within
+from _kernels.fragments import array_of, call_in_turn, mma, registers_of
 from _kernels.quickly import compiled
 
 from jchop._kernels.products import dequantize_matmul_gpu, dequantize_matmul_tpu
@@ -25,7 +26,6 @@ from jchop._kernels.products.dequantize_matmul import (
 )
 from jchop._spec.spec import as_spec
 from jchop.formats import CodebookFormat
-from jchop.formats._catalogue import float8_e4m3fn
 
 Shape = tuple[int, int, int, int]
 KERNELS: dict[str, Callable[..., jax.Array]] = {
@@ -102,9 +102,9 @@ def test_tpu_tilings(shape, tiling, rng):
 
 
 GPU_TILINGS = [
-    ((9, 96, 320, 32), DequantizeMatmulGpuTiling(4, 4, 32, 3, 8)),  # a stretch for each group, and rows that overlap
-    ((2, 160, 256, 32), DequantizeMatmulGpuTiling(1, 16, 16, 3)),  # stretches of unequal length, two spans of a group
-    ((1, 128, 512, 128), DequantizeMatmulGpuTiling(1, 8, 64, 1, 2)),  # several loads and steps of a span
+    ((9, 96, 320, 32), DequantizeMatmulGpuTiling(32, 1, 3)),  # a stretch for each group, and rows that overlap
+    ((2, 160, 256, 32), DequantizeMatmulGpuTiling(16, 2, 3)),  # stretches of unequal length, two spans of a group
+    ((1, 128, 512, 128), DequantizeMatmulGpuTiling(64)),  # several steps of a group
 ]
 
 
@@ -112,6 +112,51 @@ GPU_TILINGS = [
 @pytest.mark.parametrize(("shape", "tiling"), GPU_TILINGS[::-1], ids=str)
 def test_gpu_tilings(shape, tiling, rng):
     check_exact("gpu", "int4", shape, "bfloat16", rng, tiling=tiling)
+
+
+def multiply_by_threads(tile: Any, sums: Any, pairs: Any, xs: Any) -> Any:
+    """The sums after a span by the registers of each thread, and the order in which the kernel gives them to units."""
+
+    def by_thread(layout: Any, numbers: Any) -> list[np.ndarray]:
+        """The pairs of each register of a word."""
+        registers = registers_of(layout, np.asarray(numbers).view(np.complex64)[..., 0]).reshape(4, 32, -1, 1)
+        return list(np.moveaxis(np.ascontiguousarray(registers).view(np.float32), 2, 0))
+
+    terms = [[by_thread(tile.words, dequantize_matmul_gpu._numbers(term)) for term in each] for each in pairs]
+    out = []
+    for c, x in zip(sums, xs, strict=True):
+        numbers = by_thread(tile.numbers, dequantize_matmul_gpu._numbers(x))
+        before = list(np.moveaxis(registers_of(tile.sums, c), 2, 0))
+        after = dequantize_matmul_gpu.multiply_registers(before, terms, numbers, mma)
+        out.append(jnp.asarray(array_of(tile.sums, np.stack(after, 2))))
+    return tuple(out)
+
+
+#: One row, several, and more than the units take at once; codes of 2, 4 and 8 bits, floats, and numbers of three terms.
+BY_THREADS = [
+    ("int4", (1, 64, 256, 64), "bfloat16"),
+    ("int4", (3, 64, 272, 32), "bfloat16"),
+    ("int4", (16, 32, 256, 16), "bfloat16"),
+    ("int8", (11, 32, 132, 32), "bfloat16"),
+    ("int2", (1, 32, 512, 16), "float32"),
+    ("float8_e4m3fn", (2, 32, 128, 32), "bfloat16"),
+    ("float8_e5m2", (8, 32, 128, 32), "bfloat16"),
+    ("float4_e2m1fn", (2, 32, 256, 32), "float32"),
+    ("fixed2.2", (9, 32, 256, 16), "bfloat16"),
+    ("uint8", (2, 32, 128, 32), "bfloat16"),
+]
+
+
+@pytest.mark.in_turn(64)
+@pytest.mark.parametrize(("name", "shape", "dtype"), BY_THREADS, ids=str)
+def test_registers_of_threads_give_the_product(name, shape, dtype, rng, monkeypatch):
+    """The product of the fragments of `mma.m16n8k16`, which a thread's words and numbers of x become."""
+    x, codes, scales, exact = exact_data(rng, name, shape)
+    arrays = jnp.asarray(x, dtype), jnp.asarray(codes), jnp.asarray(scales, dtype)
+    monkeypatch.setattr(dequantize_matmul_gpu, "call_on_warpgroups", call_in_turn)
+    monkeypatch.setattr(dequantize_matmul_gpu._FewRowsTile, "_multiply", multiply_by_threads)
+    y = KERNELS["gpu"](*arrays, format=FORMATS[name], group=shape[3], interpret=True)
+    np.testing.assert_array_equal(y, rounded(exact, dtype), strict=True)
 
 
 @pytest.mark.in_turn(64)
@@ -190,8 +235,8 @@ def test_codebooks_of_few_levels_have_kernels() -> None:
 def test_refused_tilings():
     for make, message in (
         (lambda: DequantizeMatmulTpuTiling(0, 128, 128), "block_m=0 must be an integer >= 1"),
-        (lambda: DequantizeMatmulGpuTiling(1, 12, 16), "word=12 must be a power of two"),
-        (lambda: DequantizeMatmulGpuTiling(1, 16, 16, splits=0), "splits=0 must be an integer >= 1"),
+        (lambda: DequantizeMatmulGpuTiling(12), "depth=12 must be a multiple of 16"),
+        (lambda: DequantizeMatmulGpuTiling(16, splits=0), "splits=0 must be an integer >= 1"),
     ):
         with pytest.raises(ValueError, match=message):
             make()
@@ -232,16 +277,16 @@ def test_tpu_heuristic():
 
 
 def test_gpu_heuristic():
-    """Whole words and spans, few sums in registers; none for narrow or odd matrices, and for groups of few rows."""
+    """Whole words, spans and steps; none for narrow or odd matrices, and for groups of few rows."""
     for problem in problems():
         tiling = DequantizeMatmulGpuTiling.for_shape(problem)
         if tiling is None:
             assert problem.width < 300 or problem.group % 16 or problem.k % problem.group, problem
             continue
-        assert problem.width % tiling.word == 0 and problem.width >= tiling.word * tiling.lanes == 128
-        assert problem.group % tiling.span == problem.k % problem.group == 0
-        assert tiling.span % (tiling.deep * tiling.loads) == 0 and tiling.rows <= problem.m
-        assert tiling.rows * tiling.word * problem.parts <= 64
+        rows = tiling.depth * tiling.loads
+        assert problem.width % 4 == 0 and problem.width >= 128
+        assert problem.group % tiling.depth == problem.k % problem.group == problem.k % rows == 0
+        assert rows <= 128 and tiling.splits <= problem.k // rows
 
 
 def test_the_kernel_of_gpus_is_for_few_rows_of_whole_words():
@@ -255,4 +300,12 @@ def test_the_kernel_of_gpus_is_for_few_rows_of_whole_words():
     for n, group in ((511, 32), (64, 32), (512, 2)):
         assert "no tile of whole words" in why((1, 256), n, group)
     assert "dtype float64" in why((1, 256), 512, 32, "float64")
-    assert GPU_KERNEL.capability(format=float8_e4m3fn) == 9.0 >= GPU_KERNEL.capability(format=FORMATS["int4"])
+
+
+def test_a_row_of_float32_is_the_sum_of_three():
+    """Also with numbers of 24 bits, and at the end of float32."""
+    x = np.zeros((1, 64), np.float32)
+    x[0, :2] = 1 + 2.0**-23, np.finfo(np.float32).max
+    codes, ones = np.zeros((64, 128), np.uint8), np.ones((2, 128), np.float32)
+    codes[range(2), range(2)] = 1
+    np.testing.assert_array_equal(interpret("gpu", "int8", 32, x, codes, ones)[0, :2], x[0, :2])

@@ -62,7 +62,7 @@ def taken() -> Taken:
 @pytest.fixture
 def capable(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU that kernels run on, as far as the dispatch can see."""
-    monkeypatch.setattr(primitive, "_compute_capability", lambda: 9.0)
+    monkeypatch.setattr(primitive, "compute_capability", lambda: 9.0)
 
 
 def mesh(kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
@@ -192,7 +192,7 @@ def test_auto_falls_back_where_the_kernel_refuses():
 
 @pytest.mark.parametrize(("capability", "name"), [(8.0, "old"), (9.0, "new"), (10.0, "old")])
 def test_the_first_of_several_kernels_that_can_runs(capability, name, monkeypatch):
-    monkeypatch.setattr(primitive, "_compute_capability", lambda: capability)
+    monkeypatch.setattr(primitive, "compute_capability", lambda: capability)
     calls = []
 
     def kernel(name: str, **limits: Any) -> Kernel:
@@ -220,7 +220,7 @@ OBSTACLES: dict[str, tuple[str, Callable[[Any], Any], Any, float | None, str]] =
 
 def test_pallas_says_why_it_cannot_and_auto_does_not_try(monkeypatch):
     for name, (platform, program, x, capability, words) in OBSTACLES.items():
-        monkeypatch.setattr(primitive, "_compute_capability", lambda capability=capability: capability)
+        monkeypatch.setattr(primitive, "compute_capability", lambda capability=capability: capability)
         taken = Taken(refuse=refuse)
         said = f"(?s)impl='pallas' cannot be had for toy: .*{words}.*impl='auto'"
         with pytest.raises(NotImplementedError, match=said):
@@ -239,9 +239,9 @@ def test_other_impls_are_refused(taken):
 
 
 def test_the_device_of_the_cpu_has_no_compute_capability():
-    assert primitive._compute_capability() is None
+    assert primitive.compute_capability() is None
     with jax.default_device(jax.devices("cpu")[1]):
-        assert primitive._compute_capability() is None
+        assert primitive.compute_capability() is None
 
 
 # -- precision of what is lowered later --------------------------------------------------------------------------------

@@ -13,22 +13,17 @@ from jax import Array
 from jchop._core.matmul.dequantize_matmul import dequantize_matmul_body
 from jchop._core.rounding.codebooks import refuse_table
 from jchop._kernels.primitive import Kernel, make_op
-from jchop._kernels.products.product_of_blocks import HOPPER_CAPABILITY
 from jchop._kernels.tiles import (
     LANES,
     SUBLANES,
-    WARP_LANES,
-    WARPS,
     Tiling,
     kernel_function,
     mosaic_gpu_capability,
     next_multiple,
-    next_power_of_two,
     refuse_large,
     refuse_mosaic_gpu,
 )
-from jchop.formats import CodebookFormat, ElementFormat
-from jchop.formats._catalogue import float8_e4m3fn, float8_e5m2
+from jchop.formats import ElementFormat
 
 
 @dataclass(frozen=True)
@@ -42,7 +37,6 @@ class DequantizeMatmulProblem:
         group: rows of W that share a scale, at most k.
         parts: codes in a byte.
         itemsize: bytes of an element of x.
-        selects: whether codes are decoded by selections among levels, which fill registers.
     """
 
     m: int
@@ -51,14 +45,12 @@ class DequantizeMatmulProblem:
     group: int
     parts: int
     itemsize: int
-    selects: bool = False
 
     @classmethod
     def of(cls, x: Any, codes: Any, format: ElementFormat, group: int) -> DequantizeMatmulProblem:
         """The problem of arrays, or of their shapes and dtypes."""
         (m, k), width = x.shape, codes.shape[1]
-        selects = isinstance(format, CodebookFormat)
-        return cls(m, k, width, max(min(group, k), 1), 8 // format.bits, np.dtype(x.dtype).itemsize, selects)
+        return cls(m, k, width, max(min(group, k), 1), 8 // format.bits, np.dtype(x.dtype).itemsize)
 
     @property
     def groups(self) -> int:
@@ -136,64 +128,38 @@ class DequantizeMatmulGpuTiling(Tiling):
     """Tiles of the GPU kernel, for one warpgroup of 128 threads.
 
     Args:
-        rows: rows of x.
-        word: bytes of a row of W that a thread loads together, a power of two.
-        span: rows of W whose sums are scaled together: a group, or a part of one.
+        depth: rows of W whose sums are scaled together: a group, or a part of one.
+        loads: how many of these a step loads before it decodes them.
         splits: number of stretches of k, whose sums are added afterwards. It gives more programs if a product has few
             tiles.
-        loads: words that a thread loads before it decodes them.
     """
 
-    rows: int
-    word: int
-    span: int
-    splits: int = 1
+    depth: int
     loads: int = 1
+    splits: int = 1
 
-    MULTIPLES: ClassVar = {"rows": 1, "span": 1, "splits": 1, "loads": 1}
-    POWERS: ClassVar = {"word": 4}
-
-    @property
-    def lanes(self) -> int:
-        """Words of a tile in a row of W."""
-        return _DEQUANTIZE_BYTES // self.word
-
-    @property
-    def deep(self) -> int:
-        """Rows of W that threads take at once."""
-        return WARPS * WARP_LANES // self.lanes
+    MULTIPLES: ClassVar = {"depth": 16, "loads": 1, "splits": 1}
 
     @classmethod
     def for_shape(cls, problem: DequantizeMatmulProblem) -> DequantizeMatmulGpuTiling | None:
         """The heuristic; None if no tile fits.
 
-        A thread keeps the sums of a word for each row of x, so more rows have shorter words. Reading codes takes the
-        time, so k is split until the programs fill the chip.
+        Reading codes takes the time, so a step loads many rows of W, and k is split until the programs fill the chip.
         """
-        tiles = -(-problem.m // _MOST_DEQUANTIZE_ROWS)
-        rows = -(-problem.m // tiles)
-        longest = max(_DEQUANTIZE_SUMS // (next_power_of_two(rows) * problem.parts), 4)
-        for word in (16, 8, 4):
-            tiling = cls(rows, word, 1)
-            span = math.gcd(problem.group, _DEQUANTIZE_SPAN)
-            across, rest = divmod(problem.width, word)
-            if word > longest or rest or across < tiling.lanes or span % tiling.deep or problem.k % problem.group:
-                continue
-            columns = tiles * -(-across // tiling.lanes)
-            loads = math.gcd(span // tiling.deep, 1 if problem.selects else _DEQUANTIZE_LOADS)
-            splits = min(max(_DEQUANTIZE_PROGRAMS // columns, 1), problem.k // span)
-            return cls(rows, word, span, splits, loads)
-        return None
+        depth, whole = math.gcd(problem.group, _DEQUANTIZE_DEPTH), problem.k % problem.group == 0
+        if depth % 16 or not whole or problem.width % 4 or problem.width < DEQUANTIZE_BYTES:
+            return None
+        spans = problem.k // depth
+        loads = math.gcd(spans, _DEQUANTIZE_DEPTH // depth)
+        tiles = -(-problem.width // DEQUANTIZE_BYTES) * -(-problem.m // MOST_DEQUANTIZE_ROWS)
+        return cls(depth, loads, min(max(_DEQUANTIZE_PROGRAMS // tiles, 1), spans // loads))
 
 
-#: Formats that GPUs convert themselves, from compute capability 8.9 on; Mosaic GPU knows it from 9.0 on.
-FLOAT8_FORMATS = (float8_e4m3fn, float8_e5m2)
-#: Bytes of a tile in a row of W, sums of a thread, and words that it loads together.
-_DEQUANTIZE_BYTES, _DEQUANTIZE_SUMS, _DEQUANTIZE_LOADS = 128, 32, 8
-#: Rows of a tile of x, and of W whose sums are scaled together, at most.
-_MOST_DEQUANTIZE_ROWS, _DEQUANTIZE_SPAN = 8, 256
-#: Programs that fill a large GPU: more would be slowed down by the sum of their results.
-_DEQUANTIZE_PROGRAMS = 1024
+#: Bytes of a tile in a row of W, and rows of x in a tile at most.
+DEQUANTIZE_BYTES, MOST_DEQUANTIZE_ROWS = 128, 16
+#: Rows of W that a step loads, and programs that fill a large GPU. More would be slowed down by the sum of their
+#: results.
+_DEQUANTIZE_DEPTH, _DEQUANTIZE_PROGRAMS = 128, 528
 #: The most rows for which decoding each number anew takes less time than reading the matrix unpacked.
 _MOST_ROWS_OF_X = 16
 
@@ -220,7 +186,7 @@ GPU_KERNEL = Kernel(
     kernel_function("products.dequantize_matmul_gpu", "gpu_dequantize_matmul"),
     _refuse_gpu_dequantize_matmul,
     lambda x, *_, **__: x.shape[0] <= _MOST_ROWS_OF_X,
-    capability=lambda *_, format, **__: HOPPER_CAPABILITY if format in FLOAT8_FORMATS else mosaic_gpu_capability(),
+    capability=mosaic_gpu_capability,
 )
 dequantize_matmul_op = make_op(
     "jchop_dequantize_matmul",
