@@ -61,7 +61,6 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 def made(name: str, fun: Any = attend, **options: Any) -> Any:
-    options |= {"key": KEY} if name == "stochastic" else {}
     return jc.quantize_fn(fun=fun, rules=[jc.Rule("norm"), jc.Rule(**RULES[name])] if fun is attend else jc.Rule(**RULES[name]), **options)
 
 
@@ -69,14 +68,15 @@ def used(name: str, what: str) -> Any:
     params, x = inputs()
     low = made(name)
     scales = {"scales": low.start(params, x)} if "scale_from" in RULES[name] else {}
+    drawn = {"key": KEY} if name == "stochastic" else {}
     match what:
         case "call":
-            return low(params, x, **scales)
+            return low(params, x, **scales, **drawn)
         case "grad":
-            return jax.grad(lambda p: jnp.sum(low(p, x, **scales) ** 2))(params)
+            return jax.grad(lambda p: jnp.sum(low(p, x, **scales, **drawn) ** 2))(params)
         case "pack":
-            packed = low.pack(params, x, **scales)
-            return packed, low(packed, x, **scales)
+            packed = low.pack(params, x, **scales, **drawn)
+            return packed, low(packed, x, **scales, **drawn)
         case "update":
             return low.update(params, x, **scales) if scales else None
         case _:
