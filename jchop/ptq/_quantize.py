@@ -26,7 +26,7 @@ from jchop._round.arguments import check_key, has_tracer
 from jchop._storage._quantize import check_float_zero_points
 from jchop.ptq._biases import BiasSite, bias_means, find_biases, mean_errors
 from jchop.ptq._data import passes
-from jchop.ptq._data.collect import InputMeans, InputSums, input_means, pair_value
+from jchop.ptq._data.collect import InputMeans, InputSums, input_means, means_in_place, pair_value
 from jchop.ptq._data.sites import Stage, WeightSites, rounded_sites
 from jchop.ptq._equalize.mapping import InputFactors, MappingRecord, map_parameters
 from jchop.ptq._records import Journal, PtqReport, StageRecord, WeightRow, run_facts
@@ -95,6 +95,7 @@ class _CalibrationJob:
         self.reads: Mapping[int, frozenset[int]] = {}  # the parameters that the sums of a weight's inputs depend on
         self.low, self.params, self.data, self.steps, self.key = data.low, data.params, data, steps, key
         self.mapping_record, self.journal, self.tell, self.memory = mapping_record, journal, tell, memory
+        data.adds_in_place = bool(self.donated)
         self.rows: list[WeightRow] = []
         self.above: Mapping[int, Array] = {}  # which numbers take the neighbour above, if that is chosen before
         self.passes = mapping_record.passes
@@ -315,7 +316,11 @@ class _CalibrationJob:
         if few_rows and (isinstance(steps.sweep, Sweep) or steps.correction is not None):
             matrices_text = "" if few_rows == count.size else f" in {few_rows} of its {count.size} matrices"
             notes += [f"fewer rows than inputs{matrices_text}"]
-        means, inputs = input_means(inputs), None  # the sums need as much memory again
+        if self.donated:
+            means = means_in_place(inputs.gram.hi, inputs._replace(gram=inputs.gram._replace(hi=None)))
+        else:
+            means = input_means(inputs)
+        inputs = None  # the sums need as much memory again
         for indexes in np.ndindex(*self.call.values[leaf].shape[len(turn) : site.stack]):
             self._round_layer(leaf, (*turn, *indexes), means, notes, placement)
 

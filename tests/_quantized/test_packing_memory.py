@@ -134,6 +134,21 @@ def test_with_data_memory_holds_the_weights_and_the_sums_of_one_pass(steps: Any,
         assert share < max(peak) < share + parts * bound / WIDE + 0.01
 
 
+@pytest.mark.parametrize("axis", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_each_device_has_a_part_of_the_statistics(axis: int) -> None:
+    """All devices together hold two float32 matrices of (inputs, inputs), of one weight."""
+    sharding = jax.NamedSharding(mesh_sharding(4).mesh, jax.P(*[None, "d"][:: 1 - 2 * axis]))
+    low, memory = jc.quantize_fn(network, SPEC), 8 * (2 * WIDTH**2 + 5 * WIDTH + 2)
+
+    def params() -> dict[str, Any]:
+        return dict(list(weights(sharding).items())[:DEPTH])
+
+    with watched(_CalibrationJob._round_layer, BatchData.sums, BatchData._count_batch) as peak:
+        packed = low.pack(params(), batches=DATA, memory=memory, donate=True)
+    assert DEPTH / LAYERS < max(peak) < (DEPTH + 2.3) / LAYERS
+    assert all(map(np.array_equal, *map(jax.tree.leaves, (packed, low.pack(params(), batches=DATA)))))
+
+
 def test_donated_weights_stay_as_long_as_the_data_are_run_by_them() -> None:
     tied, head = (jax.random.normal(key, (WIDTH, WIDTH)) for key in jax.random.split(jax.random.key(0)))
     low = jc.quantize_fn(lambda p, x: (jnp.tanh(p["tied"][:8] * (x @ p["head"])[:8]) @ p["tied"].T) @ p["twin"], SPEC)

@@ -87,6 +87,12 @@ def input_means(sums: InputSums) -> InputMeans:
     return InputMeans(*(None if pair is None else mean(pair) for pair in pairs_of_means), rows)  # type: ignore[arg-type]
 
 
+@partial(jax.jit, donate_argnums=0)
+def means_in_place(gram: Array, other_sums: InputSums) -> InputMeans:
+    """`input_means`, in the memory of the leading numbers of the sums `gram`, which `other_sums` lack."""
+    return input_means(other_sums._replace(gram=other_sums.gram._replace(hi=gram)))
+
+
 def sums_over_rows(x: Array, y: Array | None = None, mask: Array | None = None) -> InputSums:
     """The sums over rows.
 

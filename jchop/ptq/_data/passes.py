@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jchop._common.checks import check, check_instance
 from jchop._common.text import table_lines
@@ -172,6 +173,7 @@ class BatchData:
         self.keys = None if key is None or not any(rule.stochastic for rule in low.rules) else Keys(key)
         self.count = 0
         self.packed: dict[int, Any] = {}  # parameters whose arrays are deleted
+        self.adds_in_place = False  # another program for later batches, with a half of the memory of sums
         self._sites: dict[int, tuple[Any, WeightSites]] = {}  # with the program, so that no other gets its id
         self._functions: dict[Any, Any] = {}
 
@@ -226,8 +228,11 @@ class BatchData:
         for _, batch in enumerate_batches(self.batches):
             last = self.program(batch)
             collect, args = self._collect(last, trajectories, round_activations, leaves, window)
-            for leaf, sums in collect(*args).items():
-                total[leaf] = _add_in_place(total[leaf], sums) if leaf in total else sums
+            if self.adds_in_place:
+                total = collect(total, *args)
+            else:
+                for leaf, sums in collect({}, *args).items():
+                    total[leaf] = _add_in_place(total[leaf], sums) if leaf in total else sums
             self._count_batch()
         assert last is not None
         for leaf, finite in _finite_inputs(lambda: total).items():
@@ -244,7 +249,7 @@ class BatchData:
             program, call, _ = trace = self.program(batch)
             collect, args = self._collect(trace, trajectories, round_activations, leaves, None)
             if id(program) not in traced:
-                steps = jax.jit(partial(_finite_inputs, collect)).trace(*args)
+                steps = jax.jit(partial(_finite_inputs, partial(collect, {}))).trace(*args)
                 traced[id(program)] = steps.lower().compile()
                 places = [i for i, value in enumerate(call.values) for _ in jax.tree.leaves(value)]
                 for leaf, out in zip(sorted(steps.out_info), steps.jaxpr.jaxpr.outvars, strict=True):
@@ -258,7 +263,7 @@ class BatchData:
         self, trace: tuple[Any, Any, WeightSites], trajectories: Sequence[Mapping[int, Any]], round_activations: bool,
         leaves: Sequence[int] | None, window: tuple[int, int] | None,
     ) -> tuple[Any, tuple[Any, ...]]:  # fmt: skip
-        """The function that sums up a batch, and its arguments."""
+        """The function that adds the sums of a batch to earlier ones, in their memory, and its other arguments."""
         program, call, sites = trace
         default = [i for i in sites.by_leaf if not self.low.rules or i in program.rounded_params]
         leaf_set = frozenset(default if leaves is None else leaves) & frozenset(sites.by_leaf)
@@ -267,7 +272,14 @@ class BatchData:
         key = (id(program), *options, size)
         if key not in self._functions:
             plain = partial(self._collector(program, *options).collect, program.plan, window_size=size)
-            self._functions[key] = jax.jit(lambda values, changes, *rest: plain(*_unpack((values, changes)), *rest))
+            shardings = [getattr(value, "sharding", None) for value in call.values]
+
+            def add(earlier: dict[int, InputSums], values: Any, changes: Any, *rest: Any) -> dict[int, InputSums]:
+                found = plain(*_unpack((values, changes)), *rest).items()
+                sums = {leaf: _parted(own, shardings[leaf]) for leaf, own in found}
+                return earlier | {i: add_sums(earlier[i], own) if i in earlier else own for i, own in sums.items()}
+
+            self._functions[key] = jax.jit(add, donate_argnums=0)
         values = [_as_jax_leaf(self.packed.get(i, value)) for i, value in enumerate(call.values)]
         return self._functions[key], (values, [*map(dict, trajectories)], self.keys, start)
 
@@ -422,6 +434,18 @@ class LazySums:
 
 
 _add_in_place = jax.jit(add_sums, donate_argnums=0)
+
+
+def _parted(sums: InputSums, sharding: Any) -> InputSums:
+    """Sums whose matrices have a part on each device of a parameter with this sharding, as far as they can."""
+    if not isinstance(sharding, NamedSharding) or sums.gram.hi.shape[-1] % sharding.mesh.size:
+        return sums
+    mesh = sharding.mesh
+    if any(kind != AxisType.Auto for kind in mesh.axis_types):
+        return sums
+    part = NamedSharding(mesh, PartitionSpec(*[None] * (sums.gram.hi.ndim - 1), mesh.axis_names))
+    matrices = jax.tree.map(lambda v: jax.lax.with_sharding_constraint(v, part), (sums.gram, sums.cross))
+    return sums._replace(gram=matrices[0], cross=matrices[1])
 
 
 def _unpack(tree: Any) -> Any:
