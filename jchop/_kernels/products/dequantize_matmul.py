@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from jax import Array
 
-from jchop._core.matmul.dequantize_matmul import dequantize_matmul_body
+from jchop._core.matmul.dequantize_matmul import dequantize_matmul_body, is_exact_in
 from jchop._core.rounding.codebooks import refuse_table
 from jchop._kernels.primitive import Kernel, make_op
 from jchop._kernels.tiles import (
@@ -37,6 +37,7 @@ class DequantizeMatmulProblem:
         group: rows of W that share a scale, at most k.
         parts: codes in a byte.
         itemsize: bytes of an element of x.
+        terms: numbers of bfloat16 whose sum is the number of a code.
     """
 
     m: int
@@ -45,12 +46,14 @@ class DequantizeMatmulProblem:
     group: int
     parts: int
     itemsize: int
+    terms: int = 1
 
     @classmethod
     def of(cls, x: Any, codes: Any, format: ElementFormat, group: int) -> DequantizeMatmulProblem:
         """The problem of arrays, or of their shapes and dtypes."""
         (m, k), width = x.shape, codes.shape[1]
-        return cls(m, k, width, max(min(group, k), 1), 8 // format.bits, np.dtype(x.dtype).itemsize)
+        terms = 1 if is_exact_in(format, "bfloat16") else 3
+        return cls(m, k, width, max(min(group, k), 1), 8 // format.bits, np.dtype(x.dtype).itemsize, terms)
 
     @property
     def groups(self) -> int:
@@ -146,7 +149,8 @@ class DequantizeMatmulGpuTiling(Tiling):
 
         Reading codes takes the time, so a step loads many rows of W, and k is split until the programs fill the chip.
         """
-        depth, whole = math.gcd(problem.group, _DEQUANTIZE_DEPTH), problem.k % problem.group == 0
+        most = _DEQUANTIZE_DEPTH if problem.terms == 1 else _DEQUANTIZE_DEPTH // 2  # so that registers hold all terms
+        depth, whole = math.gcd(problem.group, most), problem.k % problem.group == 0
         if depth % 16 or not whole or problem.width % 4 or problem.width < DEQUANTIZE_BYTES:
             return None
         spans = problem.k // depth

@@ -26,7 +26,6 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
 from jchop._common.bit_ops import FLOAT32, low_mask
-from jchop._core.matmul.dequantize_matmul import is_exact_in
 from jchop._core.rounding.codes import decode_elements
 from jchop._kernels.pallas import divmod_int32
 from jchop._kernels.primitive import compute_capability
@@ -260,7 +259,7 @@ class _FewRowsTile:
                 [self._fma((c & _twice(0xF << shift)) * np.uint32(0x1040 >> shift) & _twice(0x81C0), 2.0**126, 0)]
                 for c, shift in codes
             ]
-        terms = 1 if is_exact_in(fmt, "bfloat16") else 3
+        terms = self.problem.terms
         if bits == 4:
             return self._look_up(a, b, terms)
         out = []
