@@ -71,7 +71,7 @@ def pack_with_data(
     journal = None
     if resume is not None:
         journal = Journal(resume, *run_facts(low, params, batches, plan, key, memory_limit))
-    data = passes.BatchData(low, params, batches, key, progress)
+    data = passes.BatchData(low, params, batches, key, progress, adds_in_place=donate)
     mapping_record = map_parameters(data, plan.mappings, memory_limit)
     job = _CalibrationJob(
         data, plan, key, mapping_record, journal, tell, memory_limit, in_order, params if donate else None
@@ -95,7 +95,6 @@ class _CalibrationJob:
         self.reads: Mapping[int, frozenset[int]] = {}  # the parameters that the sums of a weight's inputs depend on
         self.low, self.params, self.data, self.steps, self.key = data.low, data.params, data, steps, key
         self.mapping_record, self.journal, self.tell, self.memory = mapping_record, journal, tell, memory
-        data.adds_in_place = bool(self.donated)
         self.rows: list[WeightRow] = []
         self.above: Mapping[int, Array] = {}  # which numbers take the neighbour above, if that is chosen before
         self.passes = mapping_record.passes

@@ -51,18 +51,6 @@ from jchop._spec.spec import Spec
 from jchop.formats import FloatFormat, StringFormat
 from jchop.formats.rounding import Overflow, Rounding
 
-# The ranges of the operands, known before anything is computed, decide between four ways:
-#
-# 1. the hardware's operation and then a rounding, if the hardware's result is exact or its error has no effect. For the
-#    carrier's own format with `flush`: the hardware's operation with subnormal results made zero;
-# 2. the hardware's sum and its error (TwoSum; Knuth 1969), whose sign tells on which side the exact sum is;
-# 3. the same on scaled operands (`hardware`), for float32 and formats with its exponents;
-# 4. integer arithmetic (`double_word`), right for every input.
-#
-# Ways 1 and 2 are taken only if no operand, term or result can be a subnormal of the carrier. Devices may read one as
-# zero. In all ways, a product that enters a sum is exact. So a compiler that contracts a b + c to one operation changes
-# nothing.
-
 
 def multiply_and_round(
     x: Array, y: Array, spec: Spec | None, carrier: Carrier, word: Array | None, xr: ValueRange, yr: ValueRange

@@ -159,6 +159,7 @@ class BatchData:
         batches: the arguments after the parameters.
         key: a typed key, if a rounding of an activation is stochastic.
         progress: called with the number of batches that were run.
+        adds_in_place: whether later batches have another program, with a half of the memory of sums.
     """
 
     def __init__(
@@ -168,12 +169,12 @@ class BatchData:
         batches: Iterable[Any],
         key: Array | None = None,
         progress: Callable[[int], object] | None = None,
+        adds_in_place: bool = False,
     ) -> None:
         self.low, self.params, self.batches, self.progress = low, params, batches, progress
         self.keys = None if key is None or not any(rule.stochastic for rule in low.rules) else Keys(key)
-        self.count = 0
+        self.count, self.adds_in_place = 0, adds_in_place
         self.packed: dict[int, Any] = {}  # parameters whose arrays are deleted
-        self.adds_in_place = False  # another program for later batches, with a half of the memory of sums
         self._sites: dict[int, tuple[Any, WeightSites]] = {}  # with the program, so that no other gets its id
         self._functions: dict[Any, Any] = {}
 
